@@ -1,4 +1,4 @@
-"""Fixtures for the whole suite."""
+"""Fixtures and pytest hooks shared by the whole test suite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.private_brokers import PrivateBroker, private_broker
 from tests.support.requirements import SkippedProofs
 from tests.support.scheduling import scope_of, start_order
 
-collect_ignore = ["typing/proofs.py"]  # for type checkers; most of it would fail if it ran
+collect_ignore = ["typing/proofs.py"]  # for type checkers; most of it would fail at run time
 
 SPARK = Path(__file__).parent / "spark"
 BROKER_FIXTURES = frozenset(
@@ -33,9 +33,9 @@ OTHER_BROKERS = frozenset(
         *("TestRedisListUnreliable", "TestRedisPubSub"),
     }
 )
-POLICY = (  # scenarios that wait ten seconds and more
-    "test_a_dead_letter_that_cannot_be_written_for_ten_seconds_is_unhealthy",
-    "test_acks_that_fail_for_ten_seconds_are_unhealthy_until_one_succeeds",
+POLICY = (  # scenarios that wait ten seconds or more
+    "test_a_dead_letter_write_failing_for_ten_seconds_makes_the_service_unhealthy",
+    "test_acks_failing_for_ten_seconds_make_the_service_unhealthy_until_one_succeeds",
 )
 
 
@@ -59,45 +59,46 @@ def kafka_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def private_redis() -> Iterator[PrivateBroker]:
-    """A Redis that the tests of one module may kill and freeze."""
+    """Redis server that the tests of one module may kill and freeze."""
     with private_broker("redis") as broker:
         yield broker
 
 
 @pytest.fixture(scope="module")
 def private_rabbitmq() -> Iterator[PrivateBroker]:
-    """A RabbitMQ that the tests of one module may kill and freeze."""
+    """RabbitMQ server that the tests of one module may kill and freeze."""
     with private_broker("rabbitmq") as broker:
         yield broker
 
 
 @pytest.fixture(scope="module")
 def private_kafka() -> Iterator[PrivateBroker]:
-    """A Kafka that the tests of one module may kill and freeze."""
+    """Kafka server that the tests of one module may kill and freeze."""
     with private_broker("kafka") as broker:
         yield broker
 
 
 @pytest_asyncio.fixture
 async def clock() -> AsyncIterator[VirtualClock]:
-    """Virtual time in the loop of the test: waits are skipped, and take as long as they say."""
+    """Virtual clock of the test's event loop: waits advance it without real waiting."""
     with VirtualClock() as clock:
         yield clock
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
-    """Run the longest scopes first, and split those whose tests need no common order."""
+    """Start the longest groups first, and split groups of independent tests."""
     if config.getvalue("dist") != "loadscope":
         return None
-    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # it has none
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # has no types
 
-    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # so it is anything
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # the base class is Any
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid, super()._split_scope(nodeid))
 
         def _assign_work_unit(self, node: object) -> None:
-            longest = min(self.workqueue, key=start_order)  # the first of equals: most tests
+            # On a tie, `min` returns the first group, which has the most tests.
+            longest = min(self.workqueue, key=start_order)
             self.workqueue.move_to_end(longest, last=False)
             super()._assign_work_unit(node)
 
@@ -105,11 +106,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell that starts the suite in the background has it ignore Ctrl-C, and so would every
-    # process that a test starts and interrupts.
+    # A shell that starts the suite in the background makes it ignore SIGINT. Child processes that a
+    # test interrupts would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # A busy machine may be slow, which is no failure of an example.
+    # No deadline for examples, because the machine may be busy.
     hypothesis.settings.register_profile(
         "qkit", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
@@ -118,14 +119,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what the collection made: it stays until the end."""
+    """Exclude the collected items from garbage collection, because they live until the end."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What a test asks for it is a test of, also when its author forgot to say so."""
+    """Mark each test according to its fixtures, its directory and its scenario."""
     for item in items:
         if BROKER_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.broker)
@@ -136,9 +137,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def repeats_policy(item: pytest.Item) -> bool:
-    """Whether a scenario about a service's own decisions runs on one broker more than needed.
+    """Return whether a test repeats a policy scenario that already runs on another backend.
 
-    They run on the native engine and on Redis lists in the ordinary suite.
+    The policies do not depend on the backend, so the ordinary suite runs these scenarios only on
+    the native engine and on Redis lists.
     """
     if not isinstance(item, pytest.Function) or item.cls is None:
         return False

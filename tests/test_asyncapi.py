@@ -1,4 +1,4 @@
-"""The AsyncAPI document: valid by the official schema, and true to the registry."""
+"""AsyncAPI document: it conforms to the official schema, is complete and has no secrets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Entry:
 
 
 def other_order() -> type[BaseModel]:
-    class Order(BaseModel):  # another model of the same name
+    class Order(BaseModel):  # another model with the same name
         number: str
 
     return Order
@@ -65,7 +65,7 @@ class Orders:
     ) -> None:
         """Book one order.
 
-        And ask for its payment.
+        It also requests the payment.
         """
 
 
@@ -102,18 +102,18 @@ def made(settings: Settings | None = None) -> dict[str, Any]:
     return document(service, title="Shop", version="1.2.3")
 
 
-def test_it_is_valid_by_the_official_schema() -> None:
+def test_the_document_conforms_to_the_official_schema() -> None:
     errors = [f"{list(error.path)}: {error.message}" for error in validator().iter_errors(made())]
     assert errors == []
 
 
-def test_the_schema_would_notice_a_mistake() -> None:
+def test_the_schema_rejects_an_invalid_document() -> None:
     wrong = made()
-    wrong["operations"]["receive.orders.Orders.place"]["action"] = "devour"
+    wrong["operations"]["receive.orders.Orders.place"]["action"] = "invalid"
     assert not validator().is_valid(wrong)
 
 
-def test_an_empty_service_has_a_valid_document_too() -> None:
+def test_the_document_of_an_empty_service_is_valid() -> None:
     validator().validate(document(QueueService(Settings(type="native"))))
 
 
@@ -128,17 +128,17 @@ def references(value: object) -> Iterator[str]:
             yield from references(item)
 
 
-def test_every_reference_leads_somewhere() -> None:
+def test_every_reference_can_be_resolved() -> None:
     whole = made()
     found = list(references(whole))
-    assert "#/components/schemas/Color" in found  # also that of a header
+    assert "#/components/schemas/Color" in found  # the type of a header
     for reference in found:
         place: Any = whole
         for part in reference.removeprefix("#/").split("/"):
             place = place[part]
 
 
-def test_it_tells_what_the_registry_knows() -> None:
+def test_the_document_describes_the_registry() -> None:
     whole = made()
     assert whole["info"] == {"title": "Shop", "version": "1.2.3"}
     assert whole["channels"]["orders"]["address"] == "shop.orders"
@@ -155,14 +155,16 @@ def test_it_tells_what_the_registry_knows() -> None:
     assert "application/octet-stream" in kinds
 
 
-def test_two_models_of_one_name_are_kept_apart() -> None:
+def test_two_models_with_the_same_name_have_two_schemas() -> None:
     schemas = made()["components"]["schemas"]
     fields = [set(schema.get("properties", {})) for schema in schemas.values()]
     assert {"id", "total", "lines", "parent"} in fields
     assert {"number"} in fields
 
 
-def test_a_type_that_no_schema_describes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_says_that_a_type_has_no_json_schema(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("qkit.asyncapi._describable", lambda kind: False)
     whole = made()
     validator().validate(whole)
@@ -190,7 +192,7 @@ def test_a_type_that_no_schema_describes_is_named(monkeypatch: pytest.MonkeyPatc
     ],
     ids=["rabbitmq", "redis", "kafka"],
 )  # fmt: skip
-def test_the_server_is_named_without_its_secrets(
+def test_the_server_has_no_secrets(
     settings: dict[str, Any], server: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.support.faulty import FaultyBackend

@@ -1,6 +1,6 @@
-"""Bad input, one row each: a typed error that says what to do, and nothing lost or sent.
+"""Invalid input: each row raises a typed error with advice, and nothing is lost or sent.
 
-Rows are (what it is, how to do it, error class, words that must be in its text).
+Rows are (description, call, error class, words that the error must contain).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def service(*handlers: Any, **settings: Any) -> QueueService:
     return made
 
 
-# -- settings: refused when they are made, before any connection -------------------------------
+# -- settings: rejected at construction, before any connection ----------------------------------
 
 SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("unsupported type", {"type": "zeromq"}, ["zeromq", "native", "rabbitmq", "kafka", "redis"]),
@@ -82,7 +82,7 @@ SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("another backend's field", {"partitions": 3}, ["partitions", "kafka"]),
     ("prefetch too large", {"prefetch": 1001}, ["prefetch", "1000"]),
     ("prefetch zero", {"prefetch": 0}, ["prefetch", "1"]),
-    ("a word for a number", {"send_timeout": "soon"}, ["send_timeout", "10.0"]),
+    ("text for a number", {"send_timeout": "soon"}, ["send_timeout", "10.0"]),
     ("negative delay", {"retry": {"initial_delay": -1}}, ["retry.initial_delay", "0"]),
     ("unknown compression", {"compression": "zstd"}, ["compression", "gzip"]),
     ("native with replicas", {"replicas": 3}, ["replicas", "native"]),
@@ -94,14 +94,16 @@ SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(
     ("values", "words"), [row[1:] for row in SETTINGS], ids=[r[0] for r in SETTINGS]
 )
-def test_settings_are_refused_with_advice(values: dict[str, Any], words: list[str]) -> None:
+def test_invalid_settings_are_rejected_with_advice(
+    values: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         Settings(**values)
     for word in words:
         assert word in str(caught.value)
 
 
-# -- declarations: refused where they are written ------------------------------------------------
+# -- declarations: rejected where they are written -----------------------------------------------
 
 
 def two_bodies(order: Order, other: Order) -> None: ...
@@ -149,16 +151,16 @@ class NoHandlers: ...
 
 DECLARATIONS: list[tuple[str, Callable[[], object], type[Exception], list[str]]] = [
     ("two bodies", registering(two_bodies), HandlerError, ["'order'", "'other'", "Header()"]),
-    ("star arguments", registering(many), HandlerError, ["*orders", "any number"]),
+    ("star arguments", registering(many), HandlerError, ["*orders", "variadic"]),
     ("double star", registering(anything), HandlerError, ["**rest"]),
-    ("a default", registering(with_default), HandlerError, ["'tenant'", "Annotated"]),
+    ("default without Header", registering(with_default), HandlerError, ["'tenant'", "Annotated"]),
     ("batch of one", registering(one_of_a_batch, batch_size=5), HandlerError, ["'order'", "list["]),
     ("batch message", registering(batch_message, batch_size=5), HandlerError, ["list[Message]"]),
     ("batch header", registering(batch_header, batch_size=5), HandlerError, ["'tenant'", "batch"]),
     ("generator", registering(generator), HandlerError, ["generator", "yield"]),
     ("unknown type", registering(unknown_type), HandlerError, ["Missing", "import"]),
     ("no concurrency", lambda: consume("q", concurrency=0), ConfigError, ["concurrency", "1"]),
-    ("half a handler", lambda: consume("q", concurrency=1.5), ConfigError, ["whole number"]),  # type: ignore[call-overload]
+    ("fractional concurrency", lambda: consume("q", concurrency=1.5), ConfigError, ["integer"]),  # type: ignore[call-overload]
     ("negative timeout", lambda: consume("q", timeout=-1), ConfigError, ["timeout"]),
     ("huge batch", lambda: consume("q", batch_size=5000), ConfigError, ["batch_size", "1000"]),
     ("options without a channel", lambda: consume(prefetch=3), ConfigError, ["prefetch", "name"]),
@@ -204,7 +206,7 @@ DECLARATIONS: list[tuple[str, Callable[[], object], type[Exception], list[str]]]
     [row[1:] for row in DECLARATIONS],
     ids=[r[0] for r in DECLARATIONS],
 )
-def test_declarations_are_refused_with_advice(
+def test_invalid_declarations_are_rejected_with_advice(
     attempt: Callable[[], object], error: type[Exception], words: list[str]
 ) -> None:
     with pytest.raises(error) as caught:
@@ -213,7 +215,7 @@ def test_declarations_are_refused_with_advice(
         assert word in str(caught.value)
 
 
-# -- sends: refused before anything leaves -------------------------------------------------------
+# -- sends: rejected before anything is sent -----------------------------------------------------
 
 NAMES = ["", "../x", "/etc/passwd", "a b", "a\x00b", "a\r\nb", "ordеrs", "x" * 300, ".", ".."]
 
@@ -225,21 +227,36 @@ SENDS: list[tuple[str, Send, type[Exception], list[str]]] = [
         for name in NAMES
     ),
     ("no name", lambda s: s.send(None, 1), InvalidName, ["None"]),  # type: ignore[call-overload]
-    ("mistyped option", lambda s: s.send("q", 1, prioirty=5), TypeError, ["did you mean priority"]),  # type: ignore[call-overload]
-    ("peek at nothing", lambda s: s.peek("orders", 0), ValueError, ["one or more"]),
+    ("mistyped option", lambda s: s.send("q", 1, prioirty=5), TypeError, ["'priority'"]),  # type: ignore[call-overload]
+    ("peek limit zero", lambda s: s.peek("orders", 0), ValueError, ["at least 1"]),
     ("wrong model", lambda s: s.send("orders", Invoice(number="1")), InvalidBody, ["Order"]),
     ("wrong fields", lambda s: s.send("orders", {"id": "x"}), InvalidBody, ["Order", "id"]),
     ("not a number", lambda s: s.send("free", float("nan")), InvalidBody, ["nan"]),
-    ("a circle", lambda s: s.send("free", circle()), InvalidBody, []),
-    ("a socket", lambda s: s.send("free", object()), InvalidBody, ["object"]),
+    ("circular reference", lambda s: s.send("free", circle()), InvalidBody, []),
+    ("unsupported type", lambda s: s.send("free", object()), InvalidBody, ["object"]),
     ("too large", lambda s: s.send("free", "x" * 20_000), PayloadTooLarge, ["max_message_bytes"]),
     ("priority 10", lambda s: s.send("orders", ORDER, priority=10), InvalidPriority, ["0", "9"]),
     ("priority -1", lambda s: s.send("orders", ORDER, priority=-1), InvalidPriority, ["0", "9"]),
-    ("priority yes", lambda s: s.send("orders", ORDER, priority=True), InvalidPriority, ["whole"]),
-    ("past delay", lambda s: s.send("orders", ORDER, delay=-1), ValueError, ["delay", "zero"]),
-    ("endless delay", lambda s: s.send("orders", ORDER, delay=1e999), ValueError, ["delay"]),
-    ("no life", lambda s: s.send("orders", ORDER, ttl=0), ValueError, ["ttl", "more than"]),
-    ("late", lambda s: s.send("orders", ORDER, delay=5, ttl=5), ValueError, ["expire"]),
+    (
+        "boolean priority",
+        lambda s: s.send("orders", ORDER, priority=True),
+        InvalidPriority,
+        ["integer"],
+    ),
+    (
+        "negative delay",
+        lambda s: s.send("orders", ORDER, delay=-1),
+        ValueError,
+        ["delay", "0 or more"],
+    ),
+    ("infinite delay", lambda s: s.send("orders", ORDER, delay=1e999), ValueError, ["delay"]),
+    ("ttl zero", lambda s: s.send("orders", ORDER, ttl=0), ValueError, ["ttl", "more than"]),
+    (
+        "delay not below ttl",
+        lambda s: s.send("orders", ORDER, delay=5, ttl=5),
+        ValueError,
+        ["expire"],
+    ),
     ("empty key", lambda s: s.send("orders", ORDER, key=""), ValueError, ["key", "1024"]),
     ("CRLF", lambda s: s.send("orders", ORDER, headers={"a": "b\r\nc"}), InvalidHeader, ["'a'"]),
     (
@@ -249,12 +266,17 @@ SENDS: list[tuple[str, Send, type[Exception], list[str]]] = [
         ["a b"],
     ),
     (
-        "qkit's",
+        "reserved header",
         lambda s: s.send("orders", ORDER, headers={"QKIT-x": "c"}),
         InvalidHeader,
         ["qkit-"],
     ),
-    ("number", lambda s: s.send("orders", ORDER, headers={"a": 1}), InvalidHeader, ["int", "str"]),  # type: ignore[dict-item]
+    (
+        "header value",
+        lambda s: s.send("orders", ORDER, headers={"a": 1}),  # type: ignore[dict-item]
+        InvalidHeader,
+        ["int", "str"],
+    ),
     (
         "another content type",
         lambda s: s.send("orders", ORDER, headers={"Content-Type": "text/plain"}),
@@ -281,9 +303,9 @@ SENDS: list[tuple[str, Send, type[Exception], list[str]]] = [
     ),
     ("publish to a queue", lambda s: s.publish("orders", ORDER), Unsupported, ["queue", "send"]),
     ("send to a topic", lambda s: s.send("news", "x"), Unsupported, ["topic", "publish"]),
-    ("one bad of many", lambda s: s.send_many("orders", [ORDER, 1]), InvalidBody, ["Order"]),
-    ("stats of nothing", lambda s: s.stats("nowhere"), QueueNotFound, ["nowhere"]),
-    ("purge nothing", lambda s: s.purge("nowhere"), QueueNotFound, ["nowhere"]),
+    ("one invalid body", lambda s: s.send_many("orders", [ORDER, 1]), InvalidBody, ["Order"]),
+    ("stats, unknown queue", lambda s: s.stats("nowhere"), QueueNotFound, ["nowhere"]),
+    ("purge, unknown queue", lambda s: s.purge("nowhere"), QueueNotFound, ["nowhere"]),
 ]
 
 
@@ -291,7 +313,7 @@ SENDS: list[tuple[str, Send, type[Exception], list[str]]] = [
 @pytest.mark.parametrize(
     ("attempt", "error", "words"), [row[1:] for row in SENDS], ids=[r[0] for r in SENDS]
 )
-async def test_sends_are_refused_with_advice_and_leave_nothing(
+async def test_invalid_sends_are_rejected_with_advice_and_send_nothing(
     attempt: Send, error: type[Exception], words: list[str]
 ) -> None:
     @consume("orders")
@@ -316,10 +338,10 @@ async def test_sends_are_refused_with_advice_and_leave_nothing(
             assert caught.value.operation is None or caught.value.backend in (None, "native")
 
 
-# -- lifecycle: the right call at the wrong time -------------------------------------------------
+# -- lifecycle: calls in the wrong state ---------------------------------------------------------
 
 
-async def test_calls_at_the_wrong_time_say_what_to_do() -> None:
+async def test_calls_in_the_wrong_state_raise_with_advice() -> None:
     @consume("q")
     async def handler(body: object) -> None: ...
 
@@ -330,16 +352,16 @@ async def test_calls_at_the_wrong_time_say_what_to_do() -> None:
     with pytest.raises(LifecycleError, match="before start"):
         made.register(handler)
     await made.shutdown()
-    with pytest.raises(LifecycleError, match="make a new QueueService"):
+    with pytest.raises(LifecycleError, match="create a new QueueService"):
         await made.start()
-    with pytest.raises(LifecycleError, match="make a new QueueService"):
+    with pytest.raises(LifecycleError, match="create a new QueueService"):
         await made.send("q", 1)
 
 
-# -- what arrives: bad messages of other programs end in the dead letters ------------------------
+# -- foreign messages: undecodable ones are dead-lettered ----------------------------------------
 
 ARRIVALS: list[tuple[str, bytes, dict[str, str], list[str]]] = [
-    ("no JSON", b"\xff\xfe", {}, []),
+    ("not JSON", b"\xff\xfe", {}, []),
     ("truncated", b'{"id": 1', {}, []),
     ("wrong fields", b'{"id": "x"}', {}, ["id"]),
     ("nested 100,000 deep", b"[" * 100_000, {}, []),
@@ -352,7 +374,7 @@ ARRIVALS: list[tuple[str, bytes, dict[str, str], list[str]]] = [
 @pytest.mark.parametrize(
     ("body", "headers", "words"), [row[1:] for row in ARRIVALS], ids=[r[0] for r in ARRIVALS]
 )
-async def test_what_cannot_be_read_is_kept_with_its_reason(
+async def test_an_undecodable_message_is_dead_lettered_with_its_reason(
     body: bytes, headers: dict[str, str], words: list[str]
 ) -> None:
     handled: list[Order] = []
@@ -363,12 +385,12 @@ async def test_what_cannot_be_read_is_kept_with_its_reason(
         served.set()
 
     made = service(place)
-    buried, served = asyncio.Event(), asyncio.Event()
-    made.on("dead_letter", lambda event: buried.set())
+    dead_lettered, served = asyncio.Event(), asyncio.Event()
+    made.on("dead_letter", lambda event: dead_lettered.set())
     async with made:
         await made._backend.publish("orders", [Envelope("foreign-1", body, dict(headers))])
         await made.send("orders", ORDER)
-        await asyncio.wait_for(buried.wait(), 60)
+        await asyncio.wait_for(dead_lettered.wait(), 60)
         (letter,) = await made.dead_letters("orders").list()
         await asyncio.wait_for(served.wait(), 60)
     assert letter.reason == Reason.UNDECODABLE
@@ -377,4 +399,4 @@ async def test_what_cannot_be_read_is_kept_with_its_reason(
     assert letter.attempts == 1
     for word in words:
         assert word in (letter.error or "")
-    assert handled == [ORDER]  # the worker serves on
+    assert handled == [ORDER]  # the worker continues

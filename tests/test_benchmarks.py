@@ -1,6 +1,6 @@
-"""The machinery of the benchmarks: every suite runs, and bars and waivers mean what they say.
+"""Benchmark runner: every suite runs, and targets and waivers are applied.
 
-Nothing here asserts a time: that is what ``make bench-check`` is for.
+No test here asserts a duration; ``make bench-check`` does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 from benchmarks import _measure, brokers, native
 from benchmarks._measure import Figure, Missing, Result, Scale, Suite, Waiver, judge, measure
 
-RATE = Figure("rate", "the more the better", 2.0)
+RATE = Figure("rate", "more is better", 2.0)
 SLOW_SUITES = {"footprint", "recovery", "socket", "depth"}
-SIZE = Figure("size", "the less the better", 100, "B", at_most=True)
+SIZE = Figure("size", "less is better", 100, "B", at_most=True)
 
 
 def result(figure: Figure, *samples: float) -> Result:
@@ -31,28 +31,28 @@ def result(figure: Figure, *samples: float) -> Result:
         (RATE, 1.9, "fail"),
         (SIZE, 100.0, "pass"),
         (SIZE, 101.0, "fail"),
-        (replace(RATE, bar=None), 0.0, "info"),
+        (replace(RATE, target=None), 0.0, "info"),
     ],
 )
-def test_a_bar_is_the_least_or_the_most(figure: Figure, value: float, state: str) -> None:
+def test_a_target_is_a_minimum_or_a_maximum(figure: Figure, value: float, state: str) -> None:
     found = result(figure, value)
     assert judge([found], {}) is (state != "fail")
     assert found.state == state
 
 
-def test_a_figure_is_its_median() -> None:
+def test_the_value_of_a_figure_is_its_median() -> None:
     assert result(RATE, 0.1, 5.0, 2.5).median == 2.5
     assert result(RATE).median is None
 
 
-def test_a_waived_figure_does_not_fail_and_tells_the_reason() -> None:
+def test_a_waived_figure_passes_and_shows_its_reason() -> None:
     missed, other = result(RATE, 1.0), result(SIZE, 200.0)
     assert not judge([missed, other], {"rate": Waiver("the disk is slow", 1.0)})
     assert (missed.state, other.state) == ("waived", "fail")
     assert "the disk is slow" in _measure.table([missed, other])
 
 
-def test_a_waiver_whose_figure_meets_its_bar_is_obsolete() -> None:
+def test_a_waiver_whose_figure_meets_its_target_is_obsolete() -> None:
     met = result(RATE, 3.0)
     assert judge([met], {"rate": Waiver("was slow")})
     assert met.state == "obsolete"
@@ -60,10 +60,10 @@ def test_a_waiver_whose_figure_meets_its_bar_is_obsolete() -> None:
 
 
 def test_a_missing_figure_fails_unless_it_is_waived() -> None:
-    gone = result(RATE)
-    assert not judge([gone], {})
-    assert gone.state == "missing"
-    assert judge([gone], {"rate": Waiver("not built yet")})
+    missing = result(RATE)
+    assert not judge([missing], {})
+    assert missing.state == "missing"
+    assert judge([missing], {"rate": Waiver("not built yet")})
 
 
 def suite(name: str, order: list[str], *, costly: bool = False) -> Suite:
@@ -78,19 +78,19 @@ def suite(name: str, order: list[str], *, costly: bool = False) -> Suite:
 def test_repetitions_are_interleaved_and_costly_suites_run_less_often(tmp_path: Path) -> None:
     order: list[str] = []
     suites = [suite("a", order), suite("b", order, costly=True), suite("c", order)]
-    results = measure(suites, Scale(1, True, tmp_path), 3, say=lambda line: None)
+    results = measure(suites, Scale(1, True, tmp_path), 3, report=lambda line: None)
     assert order == ["a", "b", "c", "a", "c", "a", "c"]
     assert [item.samples for item in results] == [[1.0, 4.0, 6.0], [2.0], [3.0, 5.0, 7.0]]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_suite_without_its_peer_is_missing_and_the_others_run(tmp_path: Path) -> None:
+def test_other_suites_run_when_a_peer_library_is_missing(tmp_path: Path) -> None:
     async def run(scale: Scale) -> Mapping[str, float]:
         raise Missing("somequeue is not installed")
 
     order: list[str] = []
     suites = [Suite("peer", (RATE,), run), suite("a", order)]
-    missing, there = measure(suites, Scale(1, True, tmp_path), 2, say=lambda line: None)
+    missing, there = measure(suites, Scale(1, True, tmp_path), 2, report=lambda line: None)
     assert (missing.samples, missing.note) == ([], "somequeue is not installed")
     assert len(there.samples) == 2
 
@@ -98,12 +98,14 @@ def test_a_suite_without_its_peer_is_missing_and_the_others_run(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("pattern", "names"), [(None, ["a", "b"]), ("b", ["b"]), ("[ab]", ["a", "b"]), ("x", [])]
 )
-def test_only_chooses_suites_by_name_or_figure(pattern: str | None, names: list[str]) -> None:
+def test_the_only_option_selects_suites_by_name_or_figure(
+    pattern: str | None, names: list[str]
+) -> None:
     chosen = _measure.select([suite("a", []), suite("b", [])], pattern)
     assert [item.name for item in chosen] == names
 
 
-def test_the_check_exits_1_for_a_missed_bar_and_writes_what_it_saw(
+def test_the_check_exits_1_for_a_missed_target_and_writes_the_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def run(scale: Scale) -> Mapping[str, float]:
@@ -114,10 +116,10 @@ def test_the_check_exits_1_for_a_missed_bar_and_writes_what_it_saw(
     assert _measure.main(suites, output, "", ["--quick", "--check"], {}) == 1
     assert _measure.main(suites, output, "", ["--check"], {"rate": Waiver("known")}) == 0
     assert json.loads(output.read_text())["figures"]["rate"]["samples"] == [1.0] * 5
-    assert "the more the better" in capsys.readouterr().out
+    assert "more is better" in capsys.readouterr().out
 
 
-def test_every_waiver_names_a_figure_and_says_why() -> None:
+def test_every_waiver_has_a_figure_and_a_reason() -> None:
     suites = (*native.SUITES, *brokers.SUITES)
     names = {figure.name for suite in suites for figure in suite.figures}
     for name, waiver in _measure.waivers().items():
@@ -132,17 +134,17 @@ def test_every_waiver_names_a_figure_and_says_why() -> None:
         for suite in native.SUITES
     ],
 )
-def test_every_suite_of_the_native_engine_gives_its_figures(name: str, tmp_path: Path) -> None:
+def test_every_native_suite_measures_its_figures(name: str, tmp_path: Path) -> None:
     (chosen,) = [suite for suite in native.SUITES if suite.name == name]
     tiny = Scale(200, True, tmp_path)
-    for found in measure([chosen], tiny, 1, say=lambda line: None):
+    for found in measure([chosen], tiny, 1, report=lambda line: None):
         assert found.samples or found.note.endswith(("is not installed", "this tree yet"))
 
 
 @pytest.mark.proves("003-speed-7")
 @pytest.mark.broker
 @pytest.mark.parametrize("name", [suite.name for suite in brokers.SUITES])
-def test_every_suite_of_the_brokers_gives_its_figures(
+def test_every_broker_suite_measures_its_figures(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -153,5 +155,5 @@ def test_every_suite_of_the_brokers_gives_its_figures(
     for broker, url in (("REDIS", redis_url), ("RABBITMQ", rabbitmq_url), ("KAFKA", kafka_url)):
         monkeypatch.setenv(f"QKIT_TEST_{broker}_URL", url)
     (chosen,) = [suite for suite in brokers.SUITES if suite.name == name]
-    for found in measure([chosen], Scale(500, True, tmp_path), 1, say=lambda line: None):
+    for found in measure([chosen], Scale(500, True, tmp_path), 1, report=lambda line: None):
         assert found.samples or found.note.endswith("is not installed")

@@ -1,4 +1,4 @@
-"""The code in README and docs runs as it is printed."""
+"""Documentation checks: code blocks run unchanged, and cited commands, links and tests exist."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def blocks(page: str) -> list[str]:
 
 @pytest.mark.proves("002-usage-1", "003-docs-5", "003-compat-10")
 @pytest.mark.parametrize("page", ["docs/guide.md", "docs/api.md", "docs/testing.md"])
-async def test_a_page_is_one_program_that_runs(page: str) -> None:
+async def test_the_blocks_of_a_page_run_as_one_program(page: str) -> None:
     with VirtualClock() as clock:
         await run(page, {"clock": clock})
 
 
 @pytest.mark.proves("002-log-4", "002-log-7", "002-log-9")
-async def test_the_page_of_the_native_engine_runs_in_real_time(
+async def test_the_native_page_runs_in_real_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     await run("docs/native.md", {})
 
 
-async def test_the_page_of_the_web_runs_in_real_time() -> None:
+async def test_the_web_page_runs_in_real_time() -> None:
     await run("docs/web.md", {})
 
 
-def test_the_page_of_observability_is_one_program(tmp_path: Path) -> None:
-    # In a process of its own: OpenTelemetry's providers are set once for all.
+def test_the_observability_page_runs_as_one_program(tmp_path: Path) -> None:
+    # In a separate process, because OpenTelemetry's providers can be set only once.
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks("docs/observability.md")))
     done = subprocess.run(
@@ -75,7 +75,7 @@ def test_every_command_on_the_pages_exists_with_its_options() -> None:
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]
         with command.make_context(command.name, words):
-            pass  # every option is known, every argument there
+            pass  # all options are known and no argument is missing
 
 
 async def run(page: str, names: dict[str, object]) -> None:
@@ -89,12 +89,12 @@ async def run(page: str, names: dict[str, object]) -> None:
             await result
 
 
-async def test_the_pytest_example_of_the_page_is_itself_a_test(
+async def test_the_pytest_example_of_the_testing_page_passes(
     qkit_service: Callable[..., Awaitable[TestService]],
 ) -> None:
     namespace: dict[str, Any] = {}
     for block in blocks("docs/testing.md"):
-        if "await t.drain()                  " not in block:  # the page's program is run above
+        if "await t.drain()                  " not in block:  # blocks that await are run above
             exec(block, namespace)
     await namespace["test_a_negative_total_is_rejected"](qkit_service)
 
@@ -121,12 +121,12 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
+def test_link_targets_inside_the_project_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), f"it links to {target}"
+        assert (page.parent / target).exists(), f"broken link to {target}"
 
 
-def test_architecture_is_short() -> None:
+def test_the_architecture_page_is_shorter_than_150_lines() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
 
 
@@ -134,7 +134,7 @@ HAZARDS = ROOT / "docs" / "native-hazards.md"
 TEST = re.compile(r"tests/[\w/]+\.py(?:::\w+)+")
 
 
-def test_every_test_that_the_page_of_hazards_names_exists() -> None:
+def test_every_test_that_the_hazards_page_names_exists() -> None:
     for name in TEST.findall(HAZARDS.read_text()):
         *_, function = find(name)
         assert function.__name__.startswith("test_"), name
@@ -150,19 +150,20 @@ def test_every_hazard_has_a_test_that_runs() -> None:
         assert any(fault(name) is None for name in TEST.findall(cells[2])), row
 
 
-def test_a_wrong_node_id_is_noticed() -> None:
+def test_a_wrong_node_id_is_detected() -> None:
     conformance = "tests/conformance/test_native_memory.py::TestNativeInMemory::"
-    refusing = "tests/conformance/test_refusals.py::"
+    unsupported = "tests/conformance/test_unsupported.py::"
     assert "does not exist" in (fault("tests/test_nowhere.py::test_a") or "")
     assert "does not exist" in (fault("tests/test_docs.py::test_a") or "")
     assert "does not exist" in (fault(f"{conformance}test_a") or "")
-    assert "no test" in (fault("tests/test_docs.py::blocks") or "")
+    assert "not a test" in (fault("tests/test_docs.py::blocks") or "")
     assert "not collected" in (
-        fault(f"{refusing}Refusals::test_what_is_unsupported_is_refused") or ""
+        fault(f"{unsupported}UnsupportedFeatures::test_an_unsupported_feature_raises_unsupported")
+        or ""
     )
     assert "torture" in (
         fault(
-            "tests/native/queue/test_state_model.py::test_a_queue_does_what_its_model_does_at_length"
+            "tests/native/queue/test_state_model.py::test_a_queue_behaves_like_its_model_in_2000_histories"
         )
         or ""
     )

@@ -1,7 +1,7 @@
-"""Install lines: none names a package of others, and every extra and page that is named exists.
+"""Install commands in all texts use no package index and name only extras that exist.
 
-``qkit`` on PyPI belongs to others and ``qkit-messaging`` is not published, so a line that installs
-either from an index would install foreign code, or nothing.
+``qkit`` on PyPI is another project and ``qkit-messaging`` is not published, so installing either
+from an index would install the wrong code or fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE = re.compile(r"\bdocs/[\w/-]+\.md")
 
 
 def texts() -> list[Path]:
-    """Every file of the project that a person reads or runs."""
+    """Return every file of the project that may show an install command."""
     files = [ROOT / name for name in PLACES]
     for tree in TREES:
         files += [path for path in (ROOT / tree).rglob("*") if path.is_file()]
@@ -44,27 +44,28 @@ def texts() -> list[Path]:
 
 
 def faults(text: str) -> list[str]:
-    """What is wrong with the install lines of a text."""
+    """Return the problems in the install commands of a text."""
     found: list[str] = []
     for line in INSTALL.findall(text.replace("\\\n", " ")):
         try:
             words = shlex.split(line, comments=True)
-        except ValueError:  # a quote of the sentence around it
+        except ValueError:  # an unbalanced quote from the surrounding sentence
             words = line.split()
         for word in words:
             name = OURS.match(word)
             if name and not re.match(r"(\[[\w,]*\])? *@ *(git\+|file:)", word[name.end() :]):
-                found.append(f"pip install{line}: {word!r} would come from an index")
+                found.append(f"pip install{line}: {word!r} would be installed from an index")
     for match in WITH_EXTRAS.finditer(text):
         if match[1] == "qkit":
             found.append(f"{match[0]}: the distribution is called qkit-messaging")
-        found += [f"{match[0]}: no extra {name!r}" for name in set(match[2].split(",")) - EXTRAS]
+        unknown = set(match[2].split(",")) - EXTRAS
+        found += [f"{match[0]}: unknown extra {name!r}" for name in unknown]
     for names in NAMED_EXTRA.findall(text):
-        found += [f"no extra {name!r}" for name in names if name and name not in EXTRAS]
+        found += [f"unknown extra {name!r}" for name in names if name and name not in EXTRAS]
     return found
 
 
-def test_install_lines_name_only_what_exists() -> None:
+def test_install_commands_use_no_index_and_name_only_existing_extras() -> None:
     found = {str(p.relative_to(ROOT)): faults(p.read_text(errors="replace")) for p in texts()}
     assert len(found) > 200
     assert {path: wrong for path, wrong in found.items() if wrong} == {}
@@ -87,7 +88,7 @@ def test_install_lines_name_only_what_exists() -> None:
         "install the extra 'rediss', see docs/install.md",
     ],
 )
-def test_a_wrong_line_is_found(line: str) -> None:
+def test_a_wrong_install_command_is_detected(line: str) -> None:
     assert faults(line)
 
 
@@ -103,11 +104,11 @@ def test_a_wrong_line_is_found(line: str) -> None:
         "install the extra 'redis', see docs/install.md",
     ],
 )
-def test_a_right_line_is_accepted(line: str) -> None:
+def test_a_correct_install_command_is_accepted(line: str) -> None:
     assert faults(line) == []
 
 
-def test_the_page_of_installing_shows_every_source_and_every_extra() -> None:
+def test_the_install_page_shows_every_source_and_every_extra() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     installs = "\n".join(INSTALL.findall(page))
     for wanted in ("./qkit", ".whl[", "git+<repository-url>"):
@@ -127,7 +128,7 @@ MISSING = {
 }
 
 
-def test_every_extra_has_an_error_for_its_missing_library() -> None:
+def test_every_extra_has_a_test_for_its_missing_library() -> None:
     assert set(MISSING) == EXTRAS - {"all"}
 
 
@@ -152,17 +153,18 @@ def test_the_error_for_a_missing_library_names_its_extra_and_a_page(extra: str) 
         assert (ROOT / page).is_file()
 
 
-def test_no_install_line_is_left_in_an_error() -> None:
-    """An error is read where the clone or wheel is not at hand: it names the page instead."""
+def test_no_error_message_contains_an_install_command() -> None:
+    """Errors name the install page, because they cannot know the path of a clone or wheel."""
     for path in (ROOT / "src").rglob("*.py"):
         assert not INSTALL.search(path.read_text()), path
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_make_venv_removes_the_distribution_of_the_old_name_first(
+def test_make_venv_first_removes_the_distribution_with_the_old_name(
     tmp_path: Path, installed: bool
 ) -> None:
-    # Of two editable installs the old one is imported; removed later, it takes the command along.
+    # With both installed, Python imports the old one, and removing it later also removes the
+    # `qkit` command.
     script = tmp_path / "scripts" / "make-venv"
     script.parent.mkdir()
     script.write_text((ROOT / "scripts" / "make-venv").read_text())
@@ -182,13 +184,15 @@ def test_make_venv_removes_the_distribution_of_the_old_name_first(
     assert all(n < made[0] for n in removed)
 
 
-def test_a_version_that_is_not_installed_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_the_version_is_unknown_if_the_package_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queried: list[str] = []
 
     def missing(name: str) -> str:
-        asked.append(name)
+        queried.append(name)
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(openapi, "version", missing)
     assert openapi.document([])["info"]["version"] == "unknown"
-    assert asked == [PROJECT["name"]]
+    assert queried == [PROJECT["name"]]

@@ -1,8 +1,8 @@
-"""Short paths: how many functions of qkit one message enters on the plain path.
+"""Limits on the number of qkit function calls per message.
 
-The plain path is in memory, an async handler of the body alone, tracing off; beside it the publish
-of a durable message, in the event loop and in the thread that writes. Counted are the functions
-defined in ``qkit`` that are entered; a coroutine that is resumed does not count again.
+Measured with the native engine in memory, an async handler that takes only the body, and no
+tracing. A durable publish includes the calls in the writer thread. Each call of a function defined
+in ``qkit`` counts; resuming a coroutine does not.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PACKAGE = str(Path(qkit.__file__).parent)
 MESSAGES = 100
 RESUME = dis.opmap["RESUME"]
 
-MAX_SEND = 12  # from QueueService.send to Backend.publish, which does not count
-MAX_RECEIVE = 16  # from a receive that returned to the ack
-MAX_WHOLE = 70  # from the send until the worker waits for the next message
-MAX_DURABLE_PUBLISH = 32  # from Backend.publish until it returns, the writer's thread included
+MAX_SEND = 12  # from QueueService.send to Backend.publish (excluded)
+MAX_RECEIVE = 16  # from the return of receive to the ack
+MAX_WHOLE = 70  # from QueueService.send until the worker waits for the next message
+MAX_DURABLE_PUBLISH = 32  # from Backend.publish until it returns, including the writer thread
 
 
 class Recorder:
-    """Records which functions of qkit are entered in the threads that it profiles, in order."""
+    """Profile function that records the calls of qkit functions, in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -47,17 +47,17 @@ class Recorder:
             return
         at = code.co_code[frame.f_lasti : frame.f_lasti + 2]
         if at[0] == RESUME and at[1] % 4:
-            return  # a coroutine or generator goes on
+            return  # a coroutine or generator is resumed
         self.calls.append(code.co_qualname)
 
     def between(self, first: str, last: str) -> int:
-        """Count from the call of ``first`` to that of ``last``, which does not count itself."""
+        """Count the calls from ``first`` to ``last``, excluding ``last``."""
         start = self.calls.index(first)
         return self.calls.index(last, start) - start
 
 
 async def _record() -> list[Recorder]:
-    """Send messages one by one to an idle consumer; one recorder for each."""
+    """Send messages one by one to an idle consumer and return a recorder for each."""
     handled = asyncio.Event()
 
     @consume("orders")
@@ -84,13 +84,13 @@ async def _record() -> list[Recorder]:
 
 
 async def _record_durable(path: Path) -> list[Recorder]:
-    """Publish durable messages one by one; one recorder for each."""
+    """Publish durable messages one by one and return a recorder for each."""
     recorders: list[Recorder] = []
     recorder = Recorder()
     backend = from_settings(Settings(type="native", path=path), SystemClock())
     threading.setprofile(lambda frame, event, arg: recorder(frame, event, arg))
     try:
-        await backend.start()  # starts the thread that writes
+        await backend.start()  # starts the writer thread
     finally:
         threading.setprofile(None)
     try:
@@ -132,7 +132,7 @@ def test_a_delivery_is_acknowledged_in_few_calls(recorders: list[Recorder]) -> N
     assert found <= MAX_RECEIVE, recorders[-1].calls
 
 
-def test_a_whole_message_takes_few_calls(recorders: list[Recorder]) -> None:
+def test_sending_and_handling_a_message_takes_few_calls(recorders: list[Recorder]) -> None:
     found = _median(recorders, lambda recorder: len(recorder.calls))
     assert found <= MAX_WHOLE, recorders[-1].calls
 
@@ -140,5 +140,5 @@ def test_a_whole_message_takes_few_calls(recorders: list[Recorder]) -> None:
 def test_a_durable_publish_takes_few_calls_in_both_threads(tmp_path: Path) -> None:
     recorders = asyncio.run(_record_durable(tmp_path))
     found = _median(recorders, lambda recorder: len(recorder.calls))
-    assert "Disk.sync" in recorders[-1].calls, "the thread that writes is not counted"
+    assert "Disk.sync" in recorders[-1].calls, "the calls in the writer thread were not recorded"
     assert found <= MAX_DURABLE_PUBLISH, recorders[-1].calls

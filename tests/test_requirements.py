@@ -1,4 +1,4 @@
-"""docs/requirements.toml, the tests marked `proves` and docs/requirements.md agree."""
+"""docs/requirements.toml, the tests marked `proves` and docs/requirements.md are consistent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_each_line_is_proven_and_the_page_is_up_to_date() -> None:
+def test_each_requirement_is_proven_and_the_page_is_up_to_date() -> None:
     done = run(ROOT, "--check")
     assert done.returncode == 0, done.stderr
 
@@ -55,7 +55,7 @@ class TestSome:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A small project in which everything agrees."""
+    """Minimal project whose requirements are all proven."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -74,16 +74,16 @@ def tree(tmp_path: Path) -> Path:
         ("tests/test_some.py", '"000-a-2"', "", "no test proves 000-a-2"),
         ("tests/test_some.py", '"000-a-3"', "", "no test proves 000-a-3"),
         ("tests/test_some.py", "test_a", "helper", "test_some.py:6: `proves` marks no test"),
-        ("tests/conformance/proofs.py", "test_b", "test_c", "no scenario is named test_c"),
+        ("tests/conformance/proofs.py", "test_b", "test_c", "no scenario is called test_c"),
         ("tests/conformance/proofs.py", "000-a-6", "000-b-6", "test_b proves 000-b-6, which"),
         ("docs/requirements.toml", "test.", "test!", "docs/requirements.md is out of date"),
-        ("docs/requirements.toml", "memory.rate", "memory.size", "no benchmark is named"),
+        ("docs/requirements.toml", "memory.rate", "memory.size", "no benchmark is called"),
         ("docs/requirements.toml", '5 = "later"', '9 = "later"', "[planned] 000-a-9: unknown"),
         ("docs/requirements.toml", '"later"', '""', "[planned] 000-a-5: unknown id"),
-        ("docs/requirements.toml", '000-a-5 = "N', '001-a-5 = "N', "001-a-5: id used twice"),
+        ("docs/requirements.toml", '000-a-5 = "N', '001-a-5 = "N', "001-a-5: duplicate id"),
     ],
 )
-def test_a_fault_is_named(tree: Path, file: str, old: str, new: str, fault: str) -> None:
+def test_a_problem_is_reported(tree: Path, file: str, old: str, new: str, fault: str) -> None:
     assert old in FILES[file]
     (tree / file).write_text(FILES[file].replace(old, new))
     done = run(tree, "--check")
@@ -158,9 +158,9 @@ UNPROVEN = {"all", "in-a-fixture", "expected-to-fail", "deselected", "without-te
         ("CI=true", ["-m", "proves"], False),
         ("CI=true", ["--collect-only"], False),
     ],
-    ids=["CI", "side by side", "brokers required", "laptop", "path", "-k", "-m", "collected"],
+    ids=["CI", "in parallel", "brokers required", "laptop", "path", "-k", "-m", "collected"],
 )
-def test_a_line_of_which_no_test_ran_fails_a_complete_run(
+def test_a_requirement_without_a_passing_test_fails_a_complete_run(
     tmp_path: Path, variable: str, arguments: list[str], fails: bool
 ) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
@@ -181,5 +181,5 @@ def test_a_line_of_which_no_test_ran_fails_a_complete_run(
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == (1 if fails else 0), done.stdout + done.stderr
-    told = set(re.findall(r"^[a-z-]+$", done.stdout, re.MULTILINE))
-    assert told == (UNPROVEN if fails else set())
+    reported = set(re.findall(r"^[a-z-]+$", done.stdout, re.MULTILINE))
+    assert reported == (UNPROVEN if fails else set())

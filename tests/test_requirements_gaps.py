@@ -1,4 +1,4 @@
-"""What the seeds ask for and no other test says in so many words (see docs/requirements.md)."""
+"""Tests for requirements in docs/requirements.md that no other test covers explicitly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def engine(clock: VirtualClock) -> AsyncIterator[Engine]:
 async def test_a_message_that_fails_five_times_is_moved_to_the_dead_letter_queue(
     engine: Engine, clock: VirtualClock
 ) -> None:
-    """``max_retries=4`` means five deliveries in all."""
+    """``max_retries=4`` allows five deliveries."""
     await engine.create("tasks", max_retries=4, ack_deadline=1)
     await engine.publish("tasks", b"poison")
     for retries in range(5):
@@ -43,9 +43,7 @@ async def test_a_message_that_fails_five_times_is_moved_to_the_dead_letter_queue
 
 
 @pytest.mark.proves("000-consume-4", "000-config-1")
-async def test_a_lease_lasts_thirty_seconds_unless_told(
-    engine: Engine, clock: VirtualClock
-) -> None:
+async def test_a_lease_lasts_thirty_seconds_by_default(engine: Engine, clock: VirtualClock) -> None:
     await engine.create("tasks")
     await engine.publish("tasks", b"x")
     assert await engine.consume("tasks") is not None
@@ -66,7 +64,7 @@ def test_the_engine_has_its_documented_defaults() -> None:
 
 
 @pytest.mark.proves("002-testing-13", "002-pitfalls-3", "004-actors-7")
-async def test_of_acks_at_the_same_time_one_counts(engine: Engine) -> None:
+async def test_only_one_of_several_concurrent_acks_succeeds(engine: Engine) -> None:
     await engine.create("tasks")
     await engine.publish("tasks", b"x")
     delivery = await engine.consume("tasks")
@@ -79,7 +77,7 @@ async def test_of_acks_at_the_same_time_one_counts(engine: Engine) -> None:
 
 
 @pytest.mark.proves("000-figures-6", "001-concurrency-2")
-async def test_ten_thousand_queues_work_side_by_side(engine: Engine) -> None:
+async def test_ten_thousand_queues_work_at_the_same_time(engine: Engine) -> None:
     names = [f"q{number:05}" for number in range(10_000)]
     for name in names:
         await engine.create(name)

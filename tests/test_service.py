@@ -1,4 +1,4 @@
-"""``QueueService``: its life, its sends, its health and its administration."""
+"""``QueueService``: lifecycle, sends, health and administration."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Order(BaseModel):
     total: float = 0.0
 
 
-class Clerk:
-    """A handler of orders that takes as long as told."""
+class SlowHandler:
+    """Handler of ``orders`` that takes a given number of seconds."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
@@ -93,9 +93,9 @@ def backend_of(service: QueueService) -> FaultyBackend:
 
 
 def states(service: QueueService) -> list[str]:
-    heard: list[str] = []
-    service.on("state_change", lambda event: heard.append(event.new))
-    return heard
+    received: list[str] = []
+    service.on("state_change", lambda event: received.append(event.new))
+    return received
 
 
 async def settle() -> None:
@@ -107,7 +107,7 @@ async def settle() -> None:
 
 
 async def test_start_is_idempotent(virtual_clock: VirtualClock) -> None:
-    service = make(virtual_clock, Clerk())
+    service = make(virtual_clock, SlowHandler())
     await service.start()
     await service.start()
     await asyncio.gather(service.start(), service.start())
@@ -116,8 +116,8 @@ async def test_start_is_idempotent(virtual_clock: VirtualClock) -> None:
     await service.shutdown()
 
 
-async def test_concurrent_starts_are_one(virtual_clock: VirtualClock) -> None:
-    service = make(virtual_clock, Clerk())
+async def test_concurrent_starts_start_once(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, SlowHandler())
     gate = asyncio.Event()
     backend_of(service).script("start", gate)
     starts = [asyncio.create_task(service.start()) for _ in range(3)]
@@ -131,7 +131,7 @@ async def test_concurrent_starts_are_one(virtual_clock: VirtualClock) -> None:
 async def test_start_declares_dead_letters_first_and_subscribes_last(
     virtual_clock: VirtualClock,
 ) -> None:
-    async with make(virtual_clock, Clerk()) as service:
+    async with make(virtual_clock, SlowHandler()) as service:
         assert backend_of(service).calls[:4] == [
             ("start", ""),
             ("declare", "orders_dlq"),
@@ -140,12 +140,12 @@ async def test_start_declares_dead_letters_first_and_subscribes_last(
         ]
 
 
-async def test_a_start_that_fails_closes_the_backend_and_may_be_tried_again(
+async def test_a_failed_start_closes_the_backend_and_may_be_repeated(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk()
-    service = make(virtual_clock, clerk)
-    heard = states(service)
+    slow_handler = SlowHandler()
+    service = make(virtual_clock, slow_handler)
+    received = states(service)
     backend = backend_of(service)
     backend.script("start", BackendUnavailable("refused"))
     with pytest.raises(BackendUnavailable, match="refused"):
@@ -153,8 +153,8 @@ async def test_a_start_that_fails_closes_the_backend_and_may_be_tried_again(
     assert backend.names() == ["start", "aclose"]
     assert service.health_check().last_error == "BackendUnavailable: refused"
     service.declare(Channel("audit"))
-    backend.script("declare", None, None, QueueError("no such luck"))
-    with pytest.raises(QueueError, match="no such luck"):
+    backend.script("declare", None, None, QueueError("access denied"))
+    with pytest.raises(QueueError, match="access denied"):
         await service.start()
     backend.calls.clear()
     async with service:
@@ -163,14 +163,14 @@ async def test_a_start_that_fails_closes_the_backend_and_may_be_tried_again(
         await service.send("orders", 1)
         await virtual_clock.advance(1)
         assert service.ready
-    assert clerk.done == [1]
-    assert heard == [
+    assert slow_handler.done == [1]
+    assert received == [
         "connecting", "disconnected", "connecting", "connected", "disconnected",
         "connecting", "connected", "closing", "closed",
     ]  # fmt: skip
 
 
-async def test_a_backend_that_cannot_even_close_does_not_hide_why_start_failed(
+async def test_an_error_while_closing_does_not_hide_the_error_of_start(
     virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = make(virtual_clock)
@@ -184,7 +184,7 @@ async def test_a_backend_that_cannot_even_close_does_not_hide_why_start_failed(
 
 
 async def test_a_cancelled_start_closes_the_backend(virtual_clock: VirtualClock) -> None:
-    service = make(virtual_clock, Clerk())
+    service = make(virtual_clock, SlowHandler())
     backend_of(service).always("subscribe", BLACK_HOLE)
     start = asyncio.create_task(service.start())
     await settle()
@@ -195,10 +195,10 @@ async def test_a_cancelled_start_closes_the_backend(virtual_clock: VirtualClock)
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("qkit")]
 
 
-async def test_a_consumer_that_is_late_does_not_hold_the_start_up_for_ever(
+async def test_a_slow_subscription_delays_the_start_no_longer_than_the_timeout(
     virtual_clock: VirtualClock,
 ) -> None:
-    service = make(virtual_clock, Clerk(), send_timeout=3)
+    service = make(virtual_clock, SlowHandler(), send_timeout=3)
     backend_of(service).script("subscribe", BLACK_HOLE)
     started = virtual_clock.monotonic()
     await service.start()
@@ -209,20 +209,20 @@ async def test_a_consumer_that_is_late_does_not_hold_the_start_up_for_ever(
 
 
 @pytest.mark.proves("003-config-1")
-async def test_what_cannot_work_is_refused_before_connecting(virtual_clock: VirtualClock) -> None:
+async def test_invalid_options_are_rejected_before_connecting(virtual_clock: VirtualClock) -> None:
     backend = FaultyBackend(virtual_clock, capabilities=Capabilities())
     service = make(virtual_clock, backend=backend)
     service.declare(Channel("orders", ordered=True))
     with pytest.raises(Unsupported, match="ordered"):
         await service.start()
     assert backend.calls == []
-    greedy = make(virtual_clock, Clerk(), prefetch=2)
+    greedy = make(virtual_clock, SlowHandler(), prefetch=2)
     with pytest.raises(ConfigError, match="prefetch is 2"):
         await greedy.start()
     assert backend_of(greedy).calls == []
 
 
-async def test_a_backend_that_forgets_is_announced(
+async def test_a_backend_that_is_not_durable_is_logged(
     virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with make(virtual_clock) as service:
@@ -247,10 +247,10 @@ async def test_settings_come_from_the_environment_unless_given(
         ]  # fmt: skip
 
 
-# -- the right call at the wrong time --------------------------------------------------------
+# -- calls in the wrong state ----------------------------------------------------------------
 
 
-async def test_calls_before_start_say_to_start(virtual_clock: VirtualClock) -> None:
+async def test_calls_before_start_raise(virtual_clock: VirtualClock) -> None:
     service = make(virtual_clock)
     for call in (
         lambda: service.send("orders", 1),
@@ -269,25 +269,25 @@ async def test_calls_before_start_say_to_start(virtual_clock: VirtualClock) -> N
             steer("orders")
 
 
-async def test_register_after_start_is_refused(virtual_clock: VirtualClock) -> None:
+async def test_register_after_start_raises(virtual_clock: VirtualClock) -> None:
     async with make(virtual_clock) as service:
-        with pytest.raises(LifecycleError, match="register every handler before start"):
-            service.register(Clerk())
+        with pytest.raises(LifecycleError, match="register all handlers before start"):
+            service.register(SlowHandler())
         assert service.handlers == []
 
 
-async def test_a_service_that_was_shut_down_stays_down(virtual_clock: VirtualClock) -> None:
+async def test_a_service_cannot_start_after_its_shutdown(virtual_clock: VirtualClock) -> None:
     service = make(virtual_clock)
     async with service:
         pass
     for call in (service.start, service.run, lambda: service.send("orders", 1)):
-        with pytest.raises(LifecycleError, match="make a new QueueService"):
+        with pytest.raises(LifecycleError, match="create a new QueueService"):
             await call()
     with pytest.raises(LifecycleError):
-        service.register(Clerk())
+        service.register(SlowHandler())
 
 
-async def test_a_service_shut_down_before_its_start_never_starts(
+async def test_a_service_that_was_shut_down_before_its_start_cannot_start(
     virtual_clock: VirtualClock,
 ) -> None:
     service = make(virtual_clock)
@@ -297,7 +297,7 @@ async def test_a_service_shut_down_before_its_start_never_starts(
     assert backend_of(service).calls == []
 
 
-async def test_a_call_during_the_start_is_told_to_wait(virtual_clock: VirtualClock) -> None:
+async def test_a_call_during_the_start_raises(virtual_clock: VirtualClock) -> None:
     service = make(virtual_clock)
     gate = asyncio.Event()
     backend_of(service).script("start", gate)
@@ -310,20 +310,20 @@ async def test_a_call_during_the_start_is_told_to_wait(virtual_clock: VirtualClo
     await service.shutdown()
 
 
-# -- sending where the event loop is not -----------------------------------------------------
+# -- sends outside the event loop ------------------------------------------------------------
 
 SENDS = ("send", "publish", "send_many")
 
 
 def call_of(service: QueueService, name: str) -> Coroutine[Any, Any, object]:
-    """Call a send by its name, and do not await it."""
+    """Call the send method with this name and return its coroutine without awaiting it."""
     if name == "send":
         return service.send("orders", 1)
     return service.publish("prices", 1) if name == "publish" else service.send_many("orders", [1])
 
 
 @pytest.mark.parametrize("name", SENDS)
-async def test_a_send_in_another_thread_is_refused_at_the_call(
+async def test_a_send_in_another_thread_raises_at_the_call(
     virtual_clock: VirtualClock, name: str
 ) -> None:
     service = make(virtual_clock)
@@ -333,17 +333,21 @@ async def test_a_send_in_another_thread_is_refused_at_the_call(
         assert f"service.sync.{name}(" in str(caught.value)
         assert "no event loop runs" in str(caught.value)
         assert caught.value.operation == name
-        await asyncio.to_thread(refuses_threadsafe, service, name, asyncio.get_running_loop())
+        await asyncio.to_thread(
+            check_threadsafe_call_raises, service, name, asyncio.get_running_loop()
+        )
     assert backend_of(service).count("publish") == 0
 
 
-def refuses_threadsafe(service: QueueService, name: str, loop: asyncio.AbstractEventLoop) -> None:
+def check_threadsafe_call_raises(
+    service: QueueService, name: str, loop: asyncio.AbstractEventLoop
+) -> None:
     with pytest.raises(LifecycleError, match=f"service.sync.{name}"):
         asyncio.run_coroutine_threadsafe(call_of(service, name), loop)
 
 
 @pytest.mark.parametrize("name", SENDS)
-async def test_a_send_from_a_second_loop_is_refused_at_the_call(
+async def test_a_send_from_a_second_loop_raises_at_the_call(
     virtual_clock: VirtualClock, name: str
 ) -> None:
     service = make(virtual_clock)
@@ -357,7 +361,7 @@ async def test_a_send_from_a_second_loop_is_refused_at_the_call(
     assert backend_of(service).count("publish") == 0
 
 
-def test_a_send_from_a_later_loop_of_the_same_thread_is_refused() -> None:
+def test_a_send_from_a_later_loop_of_the_same_thread_raises() -> None:
     service = QueueService(Settings(type="native"))
 
     async def later() -> None:
@@ -369,13 +373,13 @@ def test_a_send_from_a_later_loop_of_the_same_thread_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", SENDS)
-def test_before_start_a_send_without_a_loop_is_refused_at_the_call(name: str) -> None:
+def test_before_start_a_send_without_a_loop_raises_at_the_call(name: str) -> None:
     with pytest.raises(LifecycleError, match="no event loop runs"):
         _ = call_of(QueueService(Settings(type="native")), name)
 
 
 @pytest.mark.parametrize("name", SENDS)
-async def test_before_start_and_after_shutdown_the_error_comes_on_await(
+async def test_before_start_and_after_shutdown_awaiting_a_send_raises(
     virtual_clock: VirtualClock, name: str
 ) -> None:
     service = make(virtual_clock)
@@ -386,11 +390,11 @@ async def test_before_start_and_after_shutdown_the_error_comes_on_await(
         during = call_of(service, name)
         await during
     late = call_of(service, name)
-    with pytest.raises(LifecycleError, match="make a new QueueService"):
+    with pytest.raises(LifecycleError, match="create a new QueueService"):
         await late
 
 
-async def test_every_other_error_comes_on_await(virtual_clock: VirtualClock) -> None:
+async def test_all_other_errors_are_raised_on_await(virtual_clock: VirtualClock) -> None:
     numbers: Channel[int] = Channel("numbers", int)
     async with make(virtual_clock) as service:
         for later in (
@@ -405,14 +409,14 @@ async def test_every_other_error_comes_on_await(virtual_clock: VirtualClock) -> 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-async def test_a_send_in_a_forked_child_is_refused_at_the_call(virtual_clock: VirtualClock) -> None:
+async def test_a_send_in_a_forked_process_raises_at_the_call(virtual_clock: VirtualClock) -> None:
     async def elsewhere(service: QueueService) -> None:
         _ = service.send("orders", 1)
 
     def refused(service: QueueService, *, in_loop: bool) -> bool:
         try:
             if in_loop:
-                asyncio.events._set_running_loop(None)  # as fork leaves it from 3.12 on
+                asyncio.events._set_running_loop(None)  # Python 3.12+ does this after a fork
                 asyncio.run(elsewhere(service))
             else:
                 _ = service.send("orders", 1)
@@ -423,7 +427,7 @@ async def test_a_send_in_a_forked_child_is_refused_at_the_call(virtual_clock: Vi
     async with make(virtual_clock) as service:
         for in_loop in (False, True):
             child = os.fork()
-            if child == 0:  # nothing of pytest may run here
+            if child == 0:  # the child must not continue with pytest
                 code = 3
                 try:
                     code = 0 if refused(service, in_loop=in_loop) else 4
@@ -454,7 +458,7 @@ async def test_a_send_in_a_synchronous_handler_fails_the_attempt(
         assert service.metrics().messages_sent == 1
 
 
-async def test_another_coroutine_that_a_synchronous_handler_returns_is_awaited(
+async def test_a_coroutine_returned_by_a_synchronous_handler_is_awaited(
     virtual_clock: VirtualClock,
 ) -> None:
     done: list[int] = []
@@ -476,7 +480,7 @@ async def test_another_coroutine_that_a_synchronous_handler_returns_is_awaited(
 
 @pytest.mark.parametrize("owner", [QueueService, TestService])
 @pytest.mark.parametrize("name", SENDS)
-async def test_a_send_is_a_coroutine_function_to_whoever_asks(
+async def test_inspect_reports_send_as_a_coroutine_function(
     virtual_clock: VirtualClock, owner: type, name: str
 ) -> None:
     function = getattr(owner, name)
@@ -495,7 +499,7 @@ async def test_a_send_is_a_coroutine_function_to_whoever_asks(
     coroutine.close()
 
 
-async def test_a_send_may_be_handed_on_as_a_task_or_gathered(virtual_clock: VirtualClock) -> None:
+async def test_a_send_may_become_a_task_or_be_gathered(virtual_clock: VirtualClock) -> None:
     async with make(virtual_clock) as service:
         task = asyncio.create_task(service.send("orders", 1), name="later")
         await asyncio.gather(service.send("orders", 2), asyncio.wait_for(service.send("q", 3), 5))
@@ -507,7 +511,9 @@ async def test_a_send_may_be_handed_on_as_a_task_or_gathered(virtual_clock: Virt
 
 
 @pytest.mark.proves("002-performance-7")
-async def test_a_hundred_sends_at_once_take_a_few_round_trips(virtual_clock: VirtualClock) -> None:
+async def test_a_hundred_concurrent_sends_take_a_few_round_trips(
+    virtual_clock: VirtualClock,
+) -> None:
     async with make(virtual_clock) as service:
         await service.send("orders", 0)
         backend_of(service).calls.clear()
@@ -535,13 +541,13 @@ async def test_passive_declaration_checks_and_creates_nothing(virtual_clock: Vir
             await service.send("new", 1)
         assert await service.queues() == []
         assert all(spec.passive for spec in backend_of(service).specs)
-    strict = make(virtual_clock, Clerk(), declare="passive")
+    strict = make(virtual_clock, SlowHandler(), declare="passive")
     with pytest.raises(QueueNotFound):
         await strict.start()
 
 
 @pytest.mark.parametrize("name", ["../x", "a b", "orders\r\n", "о", "x" * 300, ""])
-async def test_a_bad_name_is_refused_everywhere(virtual_clock: VirtualClock, name: str) -> None:
+async def test_every_method_rejects_an_invalid_name(virtual_clock: VirtualClock, name: str) -> None:
     async with make(virtual_clock) as service:
         for call in (service.stats, service.peek, service.purge, service.delete):
             with pytest.raises(InvalidName):
@@ -555,7 +561,7 @@ async def test_a_bad_name_is_refused_everywhere(virtual_clock: VirtualClock, nam
         assert service.metrics().channels == {}
 
 
-async def test_the_wrong_verb_is_refused_before_anything_is_sent(
+async def test_sending_to_a_topic_or_publishing_to_a_queue_raises_before_anything_is_sent(
     virtual_clock: VirtualClock,
 ) -> None:
     async with make(virtual_clock) as service:
@@ -574,7 +580,9 @@ async def test_the_wrong_verb_is_refused_before_anything_is_sent(
         assert backend_of(service).count("declare") == 0
 
 
-async def test_the_body_is_checked_against_the_handlers_type(virtual_clock: VirtualClock) -> None:
+async def test_the_body_is_checked_against_the_type_of_the_handler(
+    virtual_clock: VirtualClock,
+) -> None:
     @consume("orders")
     async def handle(order: Order) -> None: ...
 
@@ -589,7 +597,9 @@ async def test_the_body_is_checked_against_the_handlers_type(virtual_clock: Virt
         assert backend_of(service).count("publish") == 2
 
 
-async def test_the_body_is_checked_against_the_channels_type(virtual_clock: VirtualClock) -> None:
+async def test_the_body_is_checked_against_the_type_of_the_channel(
+    virtual_clock: VirtualClock,
+) -> None:
     orders: Channel[Order] = Channel("orders", Order)
     async with make(virtual_clock) as service:
         with pytest.raises(InvalidBody):
@@ -599,7 +609,7 @@ async def test_the_body_is_checked_against_the_channels_type(virtual_clock: Virt
             await service.send("orders", "nonsense")
 
 
-async def test_a_queue_deleted_by_somebody_else_is_declared_anew(
+async def test_a_queue_deleted_by_another_process_is_declared_again(
     virtual_clock: VirtualClock,
 ) -> None:
     async with make(virtual_clock) as service:
@@ -609,7 +619,7 @@ async def test_a_queue_deleted_by_somebody_else_is_declared_anew(
         assert [message.body for message in await service.peek("orders")] == [b"2"]
 
 
-async def test_a_declaration_into_a_black_hole_ends_with_the_send(
+async def test_the_send_timeout_covers_a_declaration_without_a_reply(
     virtual_clock: VirtualClock,
 ) -> None:
     async with make(virtual_clock, send_timeout=5) as service:
@@ -624,7 +634,7 @@ async def test_a_declaration_into_a_black_hole_ends_with_the_send(
         await service.send("a", 1)
 
 
-async def test_the_circuit_opens_and_health_says_so(virtual_clock: VirtualClock) -> None:
+async def test_an_open_circuit_is_visible_in_health(virtual_clock: VirtualClock) -> None:
     settings: dict[str, Any] = {"breaker": {"failure_threshold": 2, "recovery_timeout": 10}}
     async with make(virtual_clock, **settings) as service:
         await service.send("orders", 1)
@@ -640,7 +650,9 @@ async def test_the_circuit_opens_and_health_says_so(virtual_clock: VirtualClock)
         assert service.metrics().messages_sent == 2
 
 
-async def test_many_are_checked_before_the_first_leaves(virtual_clock: VirtualClock) -> None:
+async def test_send_many_checks_all_bodies_before_the_first_is_sent(
+    virtual_clock: VirtualClock,
+) -> None:
     numbers: Channel[int] = Channel("numbers", int)
     async with make(virtual_clock) as service:
         with pytest.raises(InvalidBody):
@@ -648,7 +660,9 @@ async def test_many_are_checked_before_the_first_leaves(virtual_clock: VirtualCl
         assert backend_of(service).count("publish") == 0
 
 
-async def test_many_are_sent_in_few_round_trips_in_order(virtual_clock: VirtualClock) -> None:
+async def test_send_many_needs_few_round_trips_and_keeps_the_order(
+    virtual_clock: VirtualClock,
+) -> None:
     async with make(virtual_clock) as service:
         sent = await service.send_many("orders", range(1_200), headers={"tenant": "acme"})
         assert backend_of(service).count("publish") == 3
@@ -660,10 +674,10 @@ async def test_many_are_sent_in_few_round_trips_in_order(virtual_clock: VirtualC
         assert service.metrics().messages_sent == 1_200
 
 
-async def test_many_that_did_not_all_fit_tell_which(virtual_clock: VirtualClock) -> None:
+async def test_send_many_to_a_full_queue_raises_partial_send(virtual_clock: VirtualClock) -> None:
     backend = FaultyBackend(virtual_clock, max_depth=700)
     async with make(virtual_clock, backend=backend) as service:
-        with pytest.raises(PartialSend, match="700 of 1000 messages were accepted") as caught:
+        with pytest.raises(PartialSend, match="700 of 1000 messages were confirmed") as caught:
             await service.send_many("orders", range(1_000))
         kinds = [type(result) for result in caught.value.results]
         assert kinds == [Sent] * 700 + [QueueFull] * 300
@@ -675,7 +689,7 @@ async def test_many_that_did_not_all_fit_tell_which(virtual_clock: VirtualClock)
         assert service.metrics().messages_sent == 700
 
 
-async def test_an_outage_in_the_middle_of_many_tells_which_arrived(
+async def test_send_many_during_an_outage_raises_partial_send(
     virtual_clock: VirtualClock,
 ) -> None:
     async with make(virtual_clock, send_timeout=1) as service:
@@ -709,8 +723,8 @@ async def test_run_starts_consumes_until_stop_and_shuts_down(virtual_clock: Virt
 
 
 async def test_a_cancelled_run_still_shuts_down(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk(seconds=5)
-    service = make(virtual_clock, clerk)
+    slow_handler = SlowHandler(seconds=5)
+    service = make(virtual_clock, slow_handler)
     running = asyncio.create_task(service.run())
     await settle()
     await service.send("orders", 1)
@@ -718,7 +732,7 @@ async def test_a_cancelled_run_still_shuts_down(virtual_clock: VirtualClock) -> 
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert clerk.done == [1]
+    assert slow_handler.done == [1]
     assert service.connection_state == "closed"
 
 
@@ -746,8 +760,8 @@ def test_run_works_outside_the_main_thread() -> None:
 
 
 @pytest.mark.proves("003-shutdown-5")
-async def test_the_order_of_a_shutdown(virtual_clock: VirtualClock) -> None:
-    """Not ready, no more fetching, handlers finish, sends leave, the backend closes, the event."""
+async def test_shutdown_runs_its_steps_in_order(virtual_clock: VirtualClock) -> None:
+    """Not ready, stop fetching, finish handlers, flush sends, close the backend, emit the event."""
     story: list[str] = []
     begun = asyncio.Event()
 
@@ -788,26 +802,26 @@ async def test_the_order_of_a_shutdown(virtual_clock: VirtualClock) -> None:
 
 
 @pytest.mark.proves("003-shutdown-2")
-async def test_handlers_that_finish_in_time_finish(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk(seconds=20)
-    heard: list[Event] = []
-    service = make(virtual_clock, clerk, prefetch=5)
-    service.on("shutdown", heard.append)
+async def test_shutdown_lets_handlers_finish(virtual_clock: VirtualClock) -> None:
+    slow_handler = SlowHandler(seconds=20)
+    received: list[Event] = []
+    service = make(virtual_clock, slow_handler, prefetch=5)
+    service.on("shutdown", received.append)
     await service.start()
     await service.send_many("orders", range(8))
     await virtual_clock.advance(1)
     started = virtual_clock.monotonic()
     await service.shutdown()
     assert virtual_clock.monotonic() - started == pytest.approx(19)
-    assert sorted(clerk.done) == [0, 1, 2, 3, 4]
-    assert heard == [ShutDown(0)]
+    assert sorted(slow_handler.done) == [0, 1, 2, 3, 4]
+    assert received == [ShutDown(0)]
 
 
-async def test_what_was_fetched_and_not_begun_goes_back_at_once_uncharged(
+async def test_shutdown_releases_buffered_messages_immediately_without_counting_an_attempt(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk(seconds=20)
-    service = make(virtual_clock, clerk, prefetch=8)
+    slow_handler = SlowHandler(seconds=20)
+    service = make(virtual_clock, slow_handler, prefetch=8)
     backend = backend_of(service)
     await service.start()
     await service.send_many("orders", range(8))
@@ -816,19 +830,19 @@ async def test_what_was_fetched_and_not_begun_goes_back_at_once_uncharged(
     await virtual_clock.advance(1)
     left = await backend.native.peek("orders", 10)
     assert [(item.body, item.attempt) for item in left] == [(b"5", 0), (b"6", 0), (b"7", 0)]
-    assert backend.count("give back") == 3
+    assert backend.count("release uncounted") == 3
     await shutdown
-    assert len(clerk.begun) == 5
+    assert len(slow_handler.begun) == 5
 
 
 @pytest.mark.proves("003-shutdown-3", "003-shutdown-4")
-async def test_the_deadline_cancels_and_gives_back_uncharged(
+async def test_the_deadline_cancels_handlers_and_releases_their_messages_without_an_attempt(
     virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clerk = Clerk(seconds=1_000)
-    heard: list[Event] = []
-    service = make(virtual_clock, clerk, shutdown={"timeout": 7})
-    service.on("shutdown", heard.append)
+    slow_handler = SlowHandler(seconds=1_000)
+    received: list[Event] = []
+    service = make(virtual_clock, slow_handler, shutdown={"timeout": 7})
+    service.on("shutdown", received.append)
     backend = backend_of(service)
     gate = asyncio.Event()
     backend.script("aclose", gate)
@@ -837,35 +851,35 @@ async def test_the_deadline_cancels_and_gives_back_uncharged(
     await virtual_clock.advance(1)
     shutdown = asyncio.create_task(service.shutdown())
     await virtual_clock.advance(6.9)
-    assert clerk.cancelled == []
+    assert slow_handler.cancelled == []
     await virtual_clock.advance(0.2)
     assert backend.count("aclose") == 1
     left = [item.attempt for item in await backend.native.peek("orders", 10)]
     gate.set()
     await shutdown
-    assert sorted(clerk.cancelled) == [0, 1, 2]
+    assert sorted(slow_handler.cancelled) == [0, 1, 2]
     assert left == [0, 0, 0]
-    assert backend.count("give back") == 3
+    assert backend.count("release uncounted") == 3
     assert backend.count("ack") == 0
-    assert heard == [ShutDown(3)]
-    assert "3 handlers did not finish in time" in caplog.text
+    assert received == [ShutDown(3)]
+    assert "cancelled 3 handlers that did not finish in time" in caplog.text
 
 
-async def test_shutdowns_own_deadline_wins_over_the_settings(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk(seconds=1_000)
-    service = make(virtual_clock, clerk)
+async def test_the_timeout_of_shutdown_overrides_the_settings(virtual_clock: VirtualClock) -> None:
+    slow_handler = SlowHandler(seconds=1_000)
+    service = make(virtual_clock, slow_handler)
     await service.start()
     await service.send("orders", 1)
     await virtual_clock.advance(1)
     started = virtual_clock.monotonic()
     await service.shutdown(timeout=0)
     assert virtual_clock.monotonic() - started < 0.1
-    assert clerk.cancelled == [1]
+    assert slow_handler.cancelled == [1]
 
 
-async def test_force_ends_the_waiting(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk(seconds=1_000)
-    service = make(virtual_clock, clerk)
+async def test_force_ends_the_wait_for_handlers(virtual_clock: VirtualClock) -> None:
+    slow_handler = SlowHandler(seconds=1_000)
+    service = make(virtual_clock, slow_handler)
     await service.start()
     await service.send("orders", 1)
     await virtual_clock.advance(1)
@@ -875,31 +889,31 @@ async def test_force_ends_the_waiting(virtual_clock: VirtualClock) -> None:
     service.force()
     await virtual_clock.advance(0.1)
     assert shutdown.done()
-    assert clerk.cancelled == [1]
+    assert slow_handler.cancelled == [1]
 
 
-async def test_shutdown_is_idempotent_and_concurrent_ones_end_together(
+async def test_shutdown_is_idempotent_and_concurrent_shutdowns_end_together(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk(seconds=5)
-    heard: list[Event] = []
-    service = make(virtual_clock, clerk)
-    service.on("shutdown", heard.append)
+    slow_handler = SlowHandler(seconds=5)
+    received: list[Event] = []
+    service = make(virtual_clock, slow_handler)
+    service.on("shutdown", received.append)
     await service.start()
     await service.send("orders", 1)
     await virtual_clock.advance(1)
     await asyncio.gather(*(service.shutdown() for _ in range(3)))
     await service.shutdown()
-    assert clerk.done == [1]
-    assert heard == [ShutDown(0)]
+    assert slow_handler.done == [1]
+    assert received == [ShutDown(0)]
     assert backend_of(service).count("aclose") == 1
 
 
-async def test_a_caller_that_is_cancelled_waits_for_the_end_all_the_same(
+async def test_a_cancelled_caller_waits_for_the_end_of_the_shutdown(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk(seconds=5)
-    service = make(virtual_clock, clerk)
+    slow_handler = SlowHandler(seconds=5)
+    service = make(virtual_clock, slow_handler)
     await service.start()
     await service.send("orders", 1)
     await virtual_clock.advance(1)
@@ -909,13 +923,13 @@ async def test_a_caller_that_is_cancelled_waits_for_the_end_all_the_same(
         shutdown.cancel()
     with pytest.raises(asyncio.CancelledError):
         await shutdown
-    assert clerk.done == [1]
+    assert slow_handler.done == [1]
     assert service.connection_state == "closed"
     assert backend_of(service).count("aclose") == 1
 
 
-async def test_a_shutdown_during_the_start_comes_after_it(virtual_clock: VirtualClock) -> None:
-    service = make(virtual_clock, Clerk())
+async def test_a_shutdown_during_the_start_waits_for_it(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, SlowHandler())
     gate = asyncio.Event()
     backend_of(service).script("start", gate)
     start = asyncio.create_task(service.start())
@@ -928,7 +942,7 @@ async def test_a_shutdown_during_the_start_comes_after_it(virtual_clock: Virtual
     assert backend_of(service).names()[-1] == "aclose"
 
 
-async def test_a_send_under_way_arrives_before_the_backend_closes(
+async def test_a_send_in_progress_is_confirmed_before_the_backend_closes(
     virtual_clock: VirtualClock,
 ) -> None:
     service = make(virtual_clock)
@@ -948,23 +962,23 @@ async def test_a_send_under_way_arrives_before_the_backend_closes(
 
 @pytest.mark.proves("003-shutdown-4")
 @pytest.mark.parametrize("fault", [OSError("reset"), QueueError("no"), BLACK_HOLE])
-async def test_a_backend_that_does_not_close_cleanly_does_not_hold_up_the_end(
+async def test_a_backend_that_does_not_close_cleanly_does_not_delay_the_shutdown(
     virtual_clock: VirtualClock, fault: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard: list[Event] = []
+    received: list[Event] = []
     service = make(virtual_clock)
-    service.on("shutdown", heard.append)
+    service.on("shutdown", received.append)
     await service.start()
     backend_of(service).script("aclose", fault)
     started = virtual_clock.monotonic()
     await service.shutdown()
     assert virtual_clock.monotonic() - started <= 5
-    assert heard == [ShutDown(0)]
+    assert received == [ShutDown(0)]
     assert service.connection_state == "closed"
     assert "did not close cleanly" in caplog.text
 
 
-async def test_a_handler_that_ignores_cancellation_is_left_behind_with_a_word(
+async def test_shutdown_logs_a_handler_that_ignores_cancellation(
     virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = asyncio.Event()
@@ -986,13 +1000,13 @@ async def test_a_handler_that_ignores_cancellation_is_left_behind_with_a_word(
     started = virtual_clock.monotonic()
     await service.shutdown(timeout=1)
     assert virtual_clock.monotonic() - started <= 10
-    assert "ignores cancellation and is left behind" in caplog.text
+    assert "ignored its cancellation and is still running" in caplog.text
     release.set()
     await ended.wait()
     await settle()
 
 
-async def test_async_with_shuts_down_also_after_an_error(virtual_clock: VirtualClock) -> None:
+async def test_async_with_shuts_down_after_an_error(virtual_clock: VirtualClock) -> None:
     service = make(virtual_clock)
 
     async def use() -> None:
@@ -1005,9 +1019,9 @@ async def test_async_with_shuts_down_also_after_an_error(virtual_clock: VirtualC
     assert service.connection_state == "closed"
 
 
-async def test_no_task_is_left_behind(virtual_clock: VirtualClock) -> None:
+async def test_no_task_remains_after_the_shutdown(virtual_clock: VirtualClock) -> None:
     before = asyncio.all_tasks()
-    async with make(virtual_clock, Clerk()) as service:
+    async with make(virtual_clock, SlowHandler()) as service:
         await service.send_many("orders", range(50))
         await asyncio.gather(*(service.send("orders", n) for n in range(50)))
         await virtual_clock.advance(10)
@@ -1015,27 +1029,27 @@ async def test_no_task_is_left_behind(virtual_clock: VirtualClock) -> None:
     assert asyncio.all_tasks() == before
 
 
-# -- steering --------------------------------------------------------------------------------
+# -- pause and resume ------------------------------------------------------------------------
 
 
 async def test_pause_and_resume(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk) as service:
+    slow_handler = SlowHandler()
+    async with make(virtual_clock, slow_handler) as service:
         service.pause("orders")
         await service.send("orders", 1)
         await virtual_clock.advance(60)
-        assert clerk.begun == []
+        assert slow_handler.begun == []
         assert service.health_check().consumers[0].state == "paused"
-        assert service.ready  # on purpose
+        assert service.ready  # a paused consumer is healthy
         service.resume("orders")
         await virtual_clock.advance(1)
-        assert clerk.done == [1]
+        assert slow_handler.done == [1]
 
 
-async def test_a_channel_that_is_not_consumed_here_cannot_be_paused(
+async def test_pausing_a_channel_that_is_not_consumed_raises(
     virtual_clock: VirtualClock,
 ) -> None:
-    async with make(virtual_clock, Clerk()) as service:
+    async with make(virtual_clock, SlowHandler()) as service:
         with pytest.raises(QueueNotFound, match="does not consume 'audit'; it consumes orders"):
             service.pause("audit")
     async with make(virtual_clock) as service:
@@ -1043,12 +1057,12 @@ async def test_a_channel_that_is_not_consumed_here_cannot_be_paused(
             service.resume("audit")
 
 
-# -- watching --------------------------------------------------------------------------------
+# -- health and metrics ----------------------------------------------------------------------
 
 
 @pytest.mark.proves("003-health-1", "003-health-2")
-async def test_a_healthy_service(virtual_clock: VirtualClock) -> None:
-    service = make(virtual_clock, Clerk())
+async def test_a_running_service_is_healthy(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, SlowHandler())
     assert service.health_check().status == "unhealthy"
     assert service.connection_state == "disconnected"
     async with service:
@@ -1076,19 +1090,19 @@ async def test_a_healthy_service(virtual_clock: VirtualClock) -> None:
     ("fault", "error"),
     [
         (BackendUnavailable("refused"), "BackendUnavailable: refused"),
-        (OSError("a driver's own"), "OSError: a driver's own"),
+        (OSError("driver error"), "OSError: driver error"),
         (BLACK_HOLE, "TimeoutError: "),
     ],
 )
-async def test_a_broker_that_is_gone_shows_within_five_seconds(
+async def test_a_lost_broker_is_reported_within_five_seconds(
     virtual_clock: VirtualClock, fault: Any, error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = make(virtual_clock, Clerk())
-    heard: list[Event] = []
-    service.on("state_change", heard.append)
-    service.on("reconnected", heard.append)
+    service = make(virtual_clock, SlowHandler())
+    received: list[Event] = []
+    service.on("state_change", received.append)
+    service.on("reconnected", received.append)
     async with service:
-        heard.clear()
+        received.clear()
         backend_of(service).always("ping", fault)
         gone = virtual_clock.time()
         await virtual_clock.advance(5)
@@ -1102,21 +1116,21 @@ async def test_a_broker_that_is_gone_shows_within_five_seconds(
         await virtual_clock.advance(5)
         assert service.ready
         assert service.health_check().disconnected_at is None
-    changes = [event for event in heard if isinstance(event, StateChanged)]
+    changes = [event for event in received if isinstance(event, StateChanged)]
     assert [change.new for change in changes[:2]] == ["disconnected", "connected"]
     assert changes[0].error == error
-    (reconnected,) = [event for event in heard if isinstance(event, Reconnected)]
+    (reconnected,) = [event for event in received if isinstance(event, Reconnected)]
     assert 0 < reconnected.seconds <= 7
     assert "connected -> disconnected" in caplog.text
 
 
-async def test_a_lost_subscription_is_unhealthy_until_it_is_back(
+async def test_a_lost_subscription_is_unhealthy_until_it_is_reopened(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk()
-    service = make(virtual_clock, clerk)
-    heard: list[Event] = []
-    service.on("reconnected", heard.append)
+    slow_handler = SlowHandler()
+    service = make(virtual_clock, slow_handler)
+    received: list[Event] = []
+    service.on("reconnected", received.append)
     backend = backend_of(service)
     backend.script("receive", None, SubscriptionLost("the channel was closed"))
     async with service:
@@ -1131,12 +1145,12 @@ async def test_a_lost_subscription_is_unhealthy_until_it_is_back(
         assert service.ready
         await service.send("orders", 2)
         await virtual_clock.advance(1)
-    assert 2 in clerk.done
-    assert heard
+    assert 2 in slow_handler.done
+    assert received
 
 
 async def test_a_dead_consumer_is_unhealthy(virtual_clock: VirtualClock) -> None:
-    service = make(virtual_clock, Clerk())
+    service = make(virtual_clock, SlowHandler())
     async with service:
         (task,) = service._runtime.consumers._tasks.values()
         task.cancel()
@@ -1145,14 +1159,14 @@ async def test_a_dead_consumer_is_unhealthy(virtual_clock: VirtualClock) -> None
         assert not service.ready
 
 
-async def test_a_blocked_loop_is_unhealthy_to_whoever_asks_from_outside(
+async def test_another_thread_sees_a_blocked_loop_as_unhealthy(
     virtual_clock: VirtualClock,
 ) -> None:
-    service = make(virtual_clock, Clerk())
+    service = make(virtual_clock, SlowHandler())
     async with service:
         await virtual_clock.advance(60)
         assert service.ready
-        virtual_clock.jump(4.1)  # nothing runs meanwhile
+        virtual_clock.jump(4.1)  # nothing runs during the jump
         health = service.health_check()
         assert health.status == "unhealthy"
         assert "the event loop has been blocked" in (health.last_error or "")
@@ -1160,7 +1174,7 @@ async def test_a_blocked_loop_is_unhealthy_to_whoever_asks_from_outside(
         health = service.health_check()
         assert (health.status, health.last_error) == ("healthy", None)
     virtual_clock.jump(60)
-    assert service.health_check().last_error is None, "nothing is blocked after the end"
+    assert service.health_check().last_error is None, "a closed service reports no blocked loop"
 
 
 @pytest.mark.proves("003-health-12", "003-health-13")
@@ -1190,20 +1204,20 @@ async def test_metrics_count_per_channel_and_in_total(virtual_clock: VirtualCloc
     assert metrics.messages_received == 3
 
 
-async def test_coroutine_listeners_of_the_last_event_are_heard_out(
+async def test_shutdown_waits_for_coroutine_listeners(
     virtual_clock: VirtualClock,
 ) -> None:
-    heard: list[Event] = []
+    received: list[Event] = []
 
     async def listener(event: ShutDown) -> None:
         await asyncio.sleep(2)
-        heard.append(event)
+        received.append(event)
 
     service = make(virtual_clock)
     service.on("shutdown", listener)
     async with service:
         pass
-    assert heard == [ShutDown(0)]
+    assert received == [ShutDown(0)]
 
 
 async def test_a_listener_that_fails_changes_nothing(
@@ -1228,7 +1242,7 @@ async def test_a_listener_that_fails_changes_nothing(
         assert f"a listener of {kind} failed" in messages
 
 
-async def test_no_secret_shows_in_health_logs_or_errors(
+async def test_health_logs_and_errors_contain_no_secrets(
     virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -1247,7 +1261,7 @@ async def test_no_secret_shows_in_health_logs_or_errors(
 # -- administration --------------------------------------------------------------------------
 
 
-async def test_queues_are_listed_without_the_prefix_and_without_those_of_others(
+async def test_queues_are_listed_without_the_prefix_and_without_other_prefixes(
     virtual_clock: VirtualClock,
 ) -> None:
     async with make(virtual_clock, prefix="staging.") as service:
@@ -1265,9 +1279,9 @@ async def test_queues_are_listed_without_the_prefix_and_without_those_of_others(
         ]
 
 
-async def test_stats_tell_depth_scheduled_and_in_flight(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk(seconds=100)
-    async with make(virtual_clock, clerk, prefetch=5) as service:
+async def test_stats_contain_depth_scheduled_and_in_flight(virtual_clock: VirtualClock) -> None:
+    slow_handler = SlowHandler(seconds=100)
+    async with make(virtual_clock, slow_handler, prefetch=5) as service:
         await service.send_many("orders", range(7))
         await service.send("orders", 9, delay=1_000)
         await virtual_clock.advance(1)
@@ -1277,7 +1291,7 @@ async def test_stats_tell_depth_scheduled_and_in_flight(virtual_clock: VirtualCl
         await service.shutdown(timeout=0)
 
 
-async def test_peek_shows_messages_and_takes_none(virtual_clock: VirtualClock) -> None:
+async def test_peek_does_not_consume_messages(virtual_clock: VirtualClock) -> None:
     async with make(virtual_clock) as service:
         sent = [await service.send("orders", n, priority=n, key=f"k{n}", ttl=60) for n in range(3)]
         (top, second) = await service.peek("orders", 2)
@@ -1288,17 +1302,17 @@ async def test_peek_shows_messages_and_takes_none(virtual_clock: VirtualClock) -
         assert (await service.stats("orders")).depth == 3
 
 
-async def test_purge_deletes_what_nobody_holds(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk(seconds=50)
-    async with make(virtual_clock, clerk, prefetch=5) as service:
+async def test_purge_deletes_messages_that_are_not_in_flight(virtual_clock: VirtualClock) -> None:
+    slow_handler = SlowHandler(seconds=50)
+    async with make(virtual_clock, slow_handler, prefetch=5) as service:
         await service.send_many("orders", range(8))
         await virtual_clock.advance(1)
         assert await service.purge("orders") == 3
         await virtual_clock.advance(60)
-        assert sorted(clerk.done) == [0, 1, 2, 3, 4]
+        assert sorted(slow_handler.done) == [0, 1, 2, 3, 4]
 
 
-async def test_administration_of_what_does_not_exist_says_so(virtual_clock: VirtualClock) -> None:
+async def test_administration_of_a_missing_queue_raises(virtual_clock: VirtualClock) -> None:
     async with make(virtual_clock) as service:
         for call in (service.stats, service.peek, service.purge, service.delete):
             with pytest.raises(QueueNotFound):
@@ -1306,33 +1320,35 @@ async def test_administration_of_what_does_not_exist_says_so(virtual_clock: Virt
         assert await service.queues() == []
 
 
-async def test_a_deleted_queue_is_declared_anew_and_consumed_again(
+async def test_a_deleted_queue_is_declared_and_consumed_again(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk) as service:
+    slow_handler = SlowHandler()
+    async with make(virtual_clock, slow_handler) as service:
         await service.send("orders", 1)
         await virtual_clock.advance(1)
         await service.delete("orders")
         await service.send("orders", 2)
         await virtual_clock.advance(10)
-        assert clerk.done == [1, 2]
+        assert slow_handler.done == [1, 2]
         assert service.ready
 
 
-async def test_a_backend_that_cannot_be_administered_says_so(virtual_clock: VirtualClock) -> None:
+async def test_a_backend_without_administration_raises_unsupported(
+    virtual_clock: VirtualClock,
+) -> None:
     backend = FaultyBackend(virtual_clock, capabilities=Capabilities(depth=Support.NATIVE))
     async with make(virtual_clock, backend=backend) as service:
         await service.send("orders", 1)
         assert (await service.stats("orders")).depth == 1
         for operation in (service.peek, service.purge, service.delete):
-            with pytest.raises(Unsupported, match=f"faulty offers no {operation.__name__}"):
+            with pytest.raises(Unsupported, match=f"faulty does not support {operation.__name__}"):
                 await operation("orders")
-        with pytest.raises(Unsupported, match="faulty offers no dead_letters"):
+        with pytest.raises(Unsupported, match="faulty does not support dead_letters"):
             service.dead_letters("orders")
 
 
-async def test_a_consumer_that_subscribes_again_declares_only_what_is_gone(
+async def test_a_consumer_that_resubscribes_declares_only_missing_queues(
     virtual_clock: VirtualClock,
 ) -> None:
     declared: list[QueueSpec] = []

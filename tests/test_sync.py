@@ -1,4 +1,4 @@
-"""``SyncQueueService``: the same service for programs without a loop."""
+"""``SyncQueueService``: the blocking interface for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from qkit import (
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
 
 
-class Clerk:
-    """Handlers of both kinds that say when they are done."""
+class RecordingHandlers:
+    """Synchronous and asynchronous handlers that record their calls."""
 
     def __init__(self) -> None:
         self.done: list[tuple[int, str]] = []
         self.failing = False
         self.reached = threading.Condition()
 
-    def _note(self, body: int) -> None:
+    def _record(self, body: int) -> None:
         with self.reached:
             self.done.append((body, threading.current_thread().name))
             self.reached.notify_all()
@@ -47,11 +47,11 @@ class Clerk:
 
     @consume("orders")
     async def order(self, body: int) -> None:
-        self._note(body)
+        self._record(body)
 
     @consume("audit")
     def audit(self, body: int) -> None:
-        self._note(body)
+        self._record(body)
 
 
 def make(*handlers: object, backend: FaultyBackend | None = None) -> SyncQueueService:
@@ -68,34 +68,34 @@ def loop_threads() -> int:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """For what another thread does; the bound matters only to a test that fails."""
+    """Wait until a condition that another thread changes is true; fail after 10 seconds."""
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, "the condition is still false after 10 seconds"
         time.sleep(0.001)
 
 
 def test_handlers_of_both_kinds_run() -> None:
-    clerk = Clerk()
-    with make(clerk) as service:
+    handlers = RecordingHandlers()
+    with make(handlers) as service:
         service.send("orders", 1)
         service.send("audit", 2)
-        clerk.wait_for(2)
+        handlers.wait_for(2)
         assert {handler.channel for handler in service.handlers} == {"orders", "audit"}
-    assert sorted(body for body, _ in clerk.done) == [1, 2]
-    threads = dict(clerk.done)
+    assert sorted(body for body, _ in handlers.done) == [1, 2]
+    threads = dict(handlers.done)
     assert threads[1] == "qkit-loop"
     assert threads[2].startswith("qkit-handler")
     assert loop_threads() == 0
 
 
-def test_every_call_of_the_service_is_there() -> None:
+def test_the_methods_of_the_service_are_available() -> None:
     orders: Channel[int] = Channel("numbers", int)
-    heard: list[object] = []
+    received: list[object] = []
     service = make()
     service.declare(orders)
     service.declare(Channel("prices", broadcast=True))
-    service.on("shutdown", heard.append)
+    service.on("shutdown", received.append)
     assert service.connection_state == "disconnected"
     with service:
         assert service.ready
@@ -116,42 +116,42 @@ def test_every_call_of_the_service_is_there() -> None:
         with pytest.raises(QueueNotFound):
             service.stats("numbers")
     assert not service.ready
-    assert len(heard) == 1
+    assert len(received) == 1
 
 
 def test_dead_letters() -> None:
-    clerk = Clerk()
-    clerk.failing = True
-    with make(clerk) as service:
+    handlers = RecordingHandlers()
+    handlers.failing = True
+    with make(handlers) as service:
         sent = [service.send("orders", number) for number in range(3)]
-        clerk.wait_for(3)
+        handlers.wait_for(3)
         letters = service.dead_letters("orders")
         eventually(lambda: len(letters.list()) == 3)
         assert letters.list(1, reason="MaxRetriesExceeded", error="ValueError")[0].body == b"0"
         assert letters.list(ids=[sent[1].message_id])[0].body == b"1"
-        clerk.failing = False
+        handlers.failing = False
         assert letters.replay(sent[0].message_id) == 1
         assert letters.replay([sent[1].message_id], error="no") == 1
-        clerk.wait_for(5)
+        handlers.wait_for(5)
         assert letters.purge() == 1
         assert letters.list() == []
 
 
 def test_pause_and_resume() -> None:
-    clerk = Clerk()
-    with make(clerk) as service:
+    handlers = RecordingHandlers()
+    with make(handlers) as service:
         service.pause("orders")
         service.send("orders", 1)
         assert service.health_check().consumers[0].state == "paused"
-        assert clerk.done == []
+        assert handlers.done == []
         service.resume("orders")
-        clerk.wait_for(1)
+        handlers.wait_for(1)
 
 
-def test_it_may_be_called_from_many_threads() -> None:
-    clerk = Clerk()
+def test_many_threads_may_call_the_service() -> None:
+    handlers = RecordingHandlers()
     failures: list[BaseException] = []
-    with make(clerk) as service:
+    with make(handlers) as service:
 
         def send(first: int) -> None:
             try:
@@ -167,12 +167,12 @@ def test_it_may_be_called_from_many_threads() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        clerk.wait_for(300)
+        handlers.wait_for(300)
     assert failures == []
-    assert len({body for body, _ in clerk.done}) == 300
+    assert len({body for body, _ in handlers.done}) == 300
 
 
-def test_threads_that_start_it_at_once_start_it_once() -> None:
+def test_concurrent_starts_start_the_service_once() -> None:
     backend = FaultyBackend()
     service = make(backend=backend)
     together = threading.Barrier(5)
@@ -196,7 +196,7 @@ def test_threads_that_start_it_at_once_start_it_once() -> None:
     service.shutdown()
 
 
-def test_threads_that_shut_it_down_at_once_all_return() -> None:
+def test_concurrent_shutdowns_all_return() -> None:
     backend = FaultyBackend()
     service = make(backend=backend)
     service.start()
@@ -211,17 +211,17 @@ def test_threads_that_shut_it_down_at_once_all_return() -> None:
     assert loop_threads() == 0
 
 
-async def test_inside_a_running_loop_it_is_refused() -> None:
+async def test_a_call_inside_a_running_loop_raises() -> None:
     service = make()
     for call in (service.start, service.shutdown, service.run, service.queues):
-        with pytest.raises(LifecycleError, match="inside a running event loop"):
+        with pytest.raises(LifecycleError, match="would block the running event loop"):
             call()
     with pytest.raises(LifecycleError, match="use QueueService there"):
         service.send("orders", 1)
     assert loop_threads() == 0
 
 
-def test_an_async_handler_that_calls_it_is_refused_and_not_hung() -> None:
+def test_a_call_in_an_async_handler_raises_instead_of_hanging() -> None:
     refused: list[Exception] = []
     tried = threading.Event()
 
@@ -241,7 +241,7 @@ def test_an_async_handler_that_calls_it_is_refused_and_not_hung() -> None:
     assert len(refused) == 2
 
 
-def test_a_synchronous_handler_may_call_it() -> None:
+def test_a_synchronous_handler_may_call_the_service() -> None:
     seen: list[int] = []
     done = threading.Event()
 
@@ -260,7 +260,7 @@ def test_a_synchronous_handler_may_call_it() -> None:
     assert seen == [2]
 
 
-def test_calls_before_start_and_after_shutdown_say_what_to_do() -> None:
+def test_a_call_before_start_or_after_shutdown_raises() -> None:
     service = make()
     with pytest.raises(LifecycleError, match=r"use `with service:` or service.start\(\)"):
         service.send("orders", 1)
@@ -268,22 +268,22 @@ def test_calls_before_start_and_after_shutdown_say_what_to_do() -> None:
         service.dead_letters("orders")
     with service:
         pass
-    with pytest.raises(LifecycleError, match="a new SyncQueueService after shutdown"):
+    with pytest.raises(LifecycleError, match="after a shutdown create a new SyncQueueService"):
         service.send("orders", 1)
     for call in (service.start, service.run):
-        with pytest.raises(LifecycleError, match="make a new SyncQueueService"):
+        with pytest.raises(LifecycleError, match="create a new SyncQueueService"):
             call()
     service.shutdown()
 
 
-def test_shutdown_without_a_start_leaves_nothing_open() -> None:
+def test_shutdown_without_a_start_works() -> None:
     service = make()
     service.shutdown()
     with pytest.raises(LifecycleError):
         service.start()
 
 
-def test_settings_that_cannot_work_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("qkit.backends.kafka")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "aiokafka", None)
@@ -292,19 +292,19 @@ def test_settings_that_cannot_work_leave_nothing_open(monkeypatch: pytest.Monkey
     assert loop_threads() == 0
 
 
-def test_a_start_that_fails_may_be_tried_again() -> None:
+def test_a_failed_start_may_be_repeated() -> None:
     backend = FaultyBackend()
     backend.script("start", BackendUnavailable("refused"), BackendUnavailable("refused"))
-    clerk = Clerk()
-    service = make(clerk, backend=backend)
+    handlers = RecordingHandlers()
+    service = make(handlers, backend=backend)
     with pytest.raises(BackendUnavailable):
         service.start()
     with pytest.raises(BackendUnavailable), service:
-        pytest.fail("it did not start")
+        pytest.fail("the service started")
     assert loop_threads() == 0
     with service:
         service.send("orders", 1)
-        clerk.wait_for(1)
+        handlers.wait_for(1)
 
 
 def test_errors_reach_the_caller() -> None:
@@ -335,8 +335,8 @@ def test_run_starts_consumes_until_stop_and_shuts_down() -> None:
     assert loop_threads() == 0
 
 
-def test_run_in_another_thread_is_ended_by_a_shutdown() -> None:
-    service = make(Clerk())
+def test_shutdown_ends_a_run_in_another_thread() -> None:
+    service = make(RecordingHandlers())
     running = threading.Thread(target=service.run)
     running.start()
     eventually(lambda: service.ready)
@@ -345,22 +345,22 @@ def test_run_in_another_thread_is_ended_by_a_shutdown() -> None:
     assert not running.is_alive()
 
 
-def test_run_returns_when_another_thread_was_quicker_to_end_it(
+def test_run_returns_if_another_thread_has_already_shut_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = make()
     start = service.start
 
-    def start_and_lose() -> None:
+    def start_and_shut_down() -> None:
         start()
         service.shutdown()
 
-    monkeypatch.setattr(service, "start", start_and_lose)
+    monkeypatch.setattr(service, "start", start_and_shut_down)
     service.run()
     assert service.connection_state == "closed"
 
 
-def test_a_call_that_a_shutdown_overtakes_ends_with_a_word() -> None:
+def test_a_call_during_a_shutdown_raises() -> None:
     backend = FaultyBackend()
     service = make(backend=backend)
     service.start()
@@ -382,10 +382,10 @@ def test_a_call_that_a_shutdown_overtakes_ends_with_a_word() -> None:
     caller.join(60)
     assert not caller.is_alive()
     assert isinstance(outcome[0], LifecycleError)
-    assert "shut down before this call was done" in str(outcome[0])
+    assert "shut down before this call ended" in str(outcome[0])
 
 
-def test_a_handler_that_ignores_cancellation_does_not_hold_up_the_end(
+def test_shutdown_does_not_wait_for_a_task_that_ignores_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("qkit._internal.loop_thread.LOOP_DRAIN_SECONDS", 0.01)
@@ -408,7 +408,7 @@ def test_a_handler_that_ignores_cancellation_does_not_hold_up_the_end(
     assert loop_threads() == 0
 
 
-def test_an_interrupt_takes_the_work_along() -> None:
+def test_an_interrupt_cancels_the_call() -> None:
     backend = FaultyBackend()
     with make(backend=backend) as service:
         backend.script("declare", BLACK_HOLE)
@@ -428,20 +428,20 @@ def test_an_interrupt_takes_the_work_along() -> None:
         assert [message.body for message in service.peek("orders")] == [b"2"]
 
 
-def test_an_error_of_a_listener_or_handler_does_not_end_it() -> None:
-    clerk = Clerk()
-    clerk.failing = True
+def test_an_error_of_a_listener_or_handler_does_not_end_the_service() -> None:
+    handlers = RecordingHandlers()
+    handlers.failing = True
 
     def broken(event: object) -> None:
         raise QueueError("no")
 
-    service = make(clerk)
+    service = make(handlers)
     service.on("dead_letter", broken)
     with service:
         service.send("orders", 1)
-        clerk.wait_for(1)
+        handlers.wait_for(1)
         service.send("orders", 2)
-        clerk.wait_for(2)
+        handlers.wait_for(2)
         assert service.ready
 
 
@@ -483,18 +483,18 @@ def test_an_iterator_is_read_in_the_thread_that_sends() -> None:
     assert readers == [threading.current_thread().name]
 
 
-def test_it_knows_the_channels_and_their_types() -> None:
-    service = make(Clerk())
+def test_channels_and_body_types_are_available() -> None:
+    service = make(RecordingHandlers())
     assert {channel.name for channel in service.channels} == {"orders", "audit"}
     assert service.body_type("orders") is int
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_is_refused_instead_of_waiting_for_ever() -> None:
+def test_a_call_in_a_forked_process_raises_instead_of_hanging() -> None:
     with make() as service:
         child = os.fork()
-        if child == 0:  # nothing of pytest may run here
+        if child == 0:  # the child must not continue with pytest
             code = 3
             try:
                 service.send("orders", 1)
@@ -507,11 +507,11 @@ def test_a_forked_child_is_refused_instead_of_waiting_for_ever() -> None:
         assert service.metrics().messages_sent == 0
 
 
-# -- in the loop of another program --------------------------------------------------------------
+# -- hosted in a running event loop --------------------------------------------------------------
 
 
-async def test_hosted_it_runs_in_the_running_loop_and_its_calls_go_there() -> None:
-    clerk = Clerk()
+async def test_a_hosted_service_runs_in_the_running_loop() -> None:
+    handlers = RecordingHandlers()
     loops: list[asyncio.AbstractEventLoop] = []
 
     @consume("forward")
@@ -523,15 +523,15 @@ async def test_hosted_it_runs_in_the_running_loop_and_its_calls_go_there() -> No
     async def where(body: int) -> None:
         loops.append(asyncio.get_running_loop())
 
-    service = make(clerk, forward, where)
+    service = make(handlers, forward, where)
     with service.hosted() as inner:
         async with inner:
             await inner.send("forward", 1)
             await inner.send("where", 1)
-            await asyncio.to_thread(clerk.wait_for, 1)
+            await asyncio.to_thread(handlers.wait_for, 1)
             assert await asyncio.to_thread(service.queues) == sorted(await inner.queues())
-            await asyncio.to_thread(service.start)  # it runs already
-            with pytest.raises(LifecycleError, match="inside a running event loop"):
+            await asyncio.to_thread(service.start)  # already running
+            with pytest.raises(LifecycleError, match="would block the running event loop"):
                 service.send("orders", 1)
             assert loop_threads() == 0
     assert loops == [asyncio.get_running_loop()]
@@ -540,8 +540,8 @@ async def test_hosted_it_runs_in_the_running_loop_and_its_calls_go_there() -> No
 
 
 @pytest.mark.parametrize("end", ["stop", "shutdown"])
-async def test_hosted_it_ends_when_a_thread_says_so(end: str) -> None:
-    service = make(Clerk())
+async def test_another_thread_can_end_a_hosted_service(end: str) -> None:
+    service = make(RecordingHandlers())
     with service.hosted() as inner:
         running = asyncio.create_task(inner.run())
         async with asyncio.timeout(60):
@@ -549,14 +549,14 @@ async def test_hosted_it_ends_when_a_thread_says_so(end: str) -> None:
             await asyncio.to_thread(getattr(service, end))
             await running
     assert service.connection_state == "closed"
-    service.stop()  # too late, and no error
+    service.stop()  # raises no error after the shutdown
 
 
 async def test_a_service_that_was_started_cannot_be_hosted() -> None:
     service = make()
     await asyncio.to_thread(service.start)
     with pytest.raises(LifecycleError, match="started before"), service.hosted():
-        pytest.fail("it was hosted")
+        pytest.fail("the service was hosted")
     await asyncio.to_thread(service.shutdown)
     with pytest.raises(LifecycleError, match="started before"), service.hosted():
-        pytest.fail("it was hosted")
+        pytest.fail("the service was hosted")

@@ -1,4 +1,4 @@
-"""The wheel, alone in an empty environment: core dependencies only, and the native engine works."""
+"""The wheel works in an empty environment with the core dependencies only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import sys
 
 EXTRAS = ("aio_pika", "aiokafka", "redis", "pyspark", "starlette", "typer")
 for name in EXTRAS:
-    assert importlib.util.find_spec(name) is None, f"{name} is installed: not an empty environment"
+    assert importlib.util.find_spec(name) is None, f"{name} is installed"
 
 import qkit
 from qkit import QueueService, Settings, consume
@@ -64,7 +64,12 @@ QueueService(Settings(type="redis", mode="list", url="redis://localhost/"))
 
 
 def run(*arguments: str | Path, directory: Path) -> str:
-    """Run a program that sees nothing of this environment; its output is the failure's text."""
+    """Run a program in a clean environment and return its output; fail if it exits with an error.
+
+    Args:
+        *arguments: The command line.
+        directory: The working directory.
+    """
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -86,7 +91,7 @@ def run(*arguments: str | Path, directory: Path) -> str:
 @pytest.mark.proves("002-place-1", "003-docs-7", "003-compat-1")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_wheel_alone_sends_and_consumes(tmp_path: Path) -> None:
+def test_the_wheel_alone_sends_and_consumes(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
     run(*build, "--outdir", tmp_path, REPOSITORY, directory=tmp_path)
     (wheel,) = tmp_path.glob("qkit_messaging-*.whl")
@@ -100,7 +105,7 @@ def test_wheel_alone_sends_and_consumes(tmp_path: Path) -> None:
         python, "-m", "pip", "show", "qkit-messaging", directory=tmp_path
     )
 
-    # As docs/install.md has it: the file with the extras behind it.
+    # Install with extras as docs/install.md describes: the path of the wheel, then the extras.
     run(python, "-m", "pip", "install", "--quiet", f"./{wheel.name}[cli,redis]", directory=tmp_path)
     shown = run(python.with_name("qkit"), "--version", directory=tmp_path)
     assert shown.strip() == f"qkit {qkit.__version__}"

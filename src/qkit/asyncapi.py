@@ -1,4 +1,4 @@
-"""An AsyncAPI 3 document of a service: its channels, messages and handlers, from the registry."""
+"""AsyncAPI 3 document of a service: its channels, messages and handlers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,28 @@ def document(
     title: str = "qkit service",
     version: str = "0.1.0",
 ) -> Json:
-    """What a service sends and receives, as AsyncAPI 3.0.
+    """Return the AsyncAPI 3.0 document of a service.
 
-    A channel with handlers is received, one that is only declared is sent to. Schemas are those of
-    the body types; nothing of the settings that could be a secret is told.
+    Each handler becomes a ``receive`` operation; a channel without handlers becomes a ``send``
+    operation. The document contains no secrets from the settings.
 
-    >>> from qkit import QueueService, Settings, consume
-    >>> @consume("audit")
-    ... async def audit(entry: dict) -> None: ...
-    >>> service = QueueService(Settings(type="native"))
-    >>> service.register(audit)
-    >>> document(service)["operations"]["receive.audit.audit"]["action"]
-    'receive'
+    Args:
+        service: The service; it need not be started.
+        title: The title of the document.
+        version: The version of your application.
+
+    Returns:
+        The document, ready for ``json.dumps``.
+
+    Example:
+        >>> from qkit import QueueService, Settings, consume
+        >>> from qkit.asyncapi import document
+        >>> @consume("audit")
+        ... async def audit(entry: dict) -> None: ...
+        >>> service = QueueService(Settings(type="native"))
+        >>> service.register(audit)
+        >>> document(service)["operations"]["receive.audit.audit"]["action"]
+        'receive'
     """
     writer = _Writer(service)
     for channel in service.channels:
@@ -59,14 +69,14 @@ def document(
 
 
 class _Writer:
-    """Collects the parts of the document, channel by channel."""
+    """Builder of the document, channel by channel."""
 
     def __init__(self, service: QueueService | SyncQueueService) -> None:
         self._service = service
         self.channels: Json = {}
         self.operations: Json = {}
         self.messages: Json = {}
-        # All at once: only so can pydantic keep two models of one name apart.
+        # One call for all types, so that pydantic can distinguish two models with the same name.
         bodies = [kind for channel in service.channels for kind in self._bodies(channel)]
         headers = [
             param.type
@@ -77,7 +87,7 @@ class _Writer:
         self._payloads, self.schemas = _schemas([*bodies, *headers])
 
     def add(self, channel: Channel[object]) -> None:
-        """One channel with its messages and operations."""
+        """Add a channel with its messages and operations."""
         handlers = self._handlers(channel)
         bodies = self._bodies(channel)
         names = [channel.name, *(f"{channel.name}.{number}" for number in range(2, 99))]
@@ -99,10 +109,10 @@ class _Writer:
         return [handler for handler in self._service.handlers if handler.channel == channel.name]
 
     def _bodies(self, channel: Channel[object]) -> list[object]:
-        """The types of a channel's bodies, each once; a topic's handlers may differ."""
+        """Return the distinct body types of a channel; a topic's handlers may differ in type."""
         kinds: list[object] = []
-        wanted = [handler.body_type for handler in self._handlers(channel)]
-        for kind in (self._service.body_type(channel), *wanted):
+        handled = [handler.body_type for handler in self._handlers(channel)]
+        for kind in (self._service.body_type(channel), *handled):
             if kind is not None and kind is not object and kind not in kinds:
                 kinds.append(kind)
         return kinds or [object]
@@ -110,10 +120,14 @@ class _Writer:
     def _channel(self, channel: Channel[object], messages: Sequence[str]) -> Json:
         settings = self._service.settings
         topic = channel.options.get("broadcast", False)
-        described = "Every group of consumers gets a copy." if topic else "One consumer gets each."
+        description = (
+            "Every group of consumers receives a copy of each message."
+            if topic
+            else "Each message is handled by one consumer."
+        )
         return {
             "address": settings.broker_name(channel.name),
-            "description": described,
+            "description": description,
             "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in messages},
         }
 
@@ -144,7 +158,7 @@ def _operation(action: str, channel: str, message: str) -> Json:
 
 
 def _server(service: QueueService | SyncQueueService) -> Json:
-    """Where the broker is, without whatever the address says of users and passwords."""
+    """Return the server entry: address and protocol of the broker, without credentials."""
     settings = service.settings
     if settings.url is None:
         return {"host": "localhost", "protocol": "qkit", "description": "qkit's native engine"}
@@ -165,7 +179,7 @@ def _key(kind: object) -> str:
 
 
 def _schemas(kinds: Sequence[object]) -> tuple[dict[str, Json], Json]:
-    """The schema of each type by its key, and the definitions that they share."""
+    """Return the schema of each type by key, and the definitions that the schemas share."""
     payloads: dict[str, Json] = {}
     adapters: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = []
     for kind in kinds:
@@ -176,14 +190,14 @@ def _schemas(kinds: Sequence[object]) -> tuple[dict[str, Json], Json]:
         elif _describable(kind):
             adapters.append((_key(kind), MODE, TypeAdapter(cast("Any", kind))))
         else:
-            payloads[_key(kind)] = {"description": f"{kind!r}: no JSON schema tells what it is"}
+            payloads[_key(kind)] = {"description": f"{kind!r} has no JSON schema"}
     found, shared = TypeAdapter.json_schemas(adapters, ref_template=REFERENCE)
     payloads |= {key: schema for (key, _), schema in found.items()}
     return payloads, shared.get("$defs", {})
 
 
 def _describable(kind: object) -> bool:
-    """Whether pydantic can write a schema of it; it can validate more than it can describe."""
+    """Return whether pydantic can generate a JSON schema; some types it can only validate."""
     try:
         TypeAdapter(cast("Any", kind)).json_schema()
     except PydanticUserError:

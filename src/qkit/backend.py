@@ -1,7 +1,7 @@
-"""The boundary between qkit and whatever carries the messages.
+"""The boundary between qkit and the brokers: ``Backend``, ``Subscription`` and optional protocols.
 
-A backend moves envelopes and knows nothing of handlers, retries or dead-letter policy; those live
-once, above. It is small so that a backend is easy to write and hard to get wrong.
+A backend moves envelopes. Handlers, retries and dead-letter policy are written once, above this
+boundary. The boundary is small so that a backend is easy to write and hard to get wrong.
 """
 
 from __future__ import annotations
@@ -41,33 +41,70 @@ __all__ = [
 T = TypeVar("T")
 
 Balance = Literal["round_robin", "least_busy", "random"]
-"""Which of several waiting consumers gets a message: who waited longest, who holds least, any."""
+"""Which waiting consumer gets a message: the longest waiting, the one with the fewest deliveries
+in flight, or a random one."""
 
 BALANCES: frozenset[Balance] = frozenset(get_args(Balance))
 
 
 class Support(StrEnum):
-    """How a backend provides a feature."""
+    """How a backend provides a feature. Only ``UNSUPPORTED`` is false.
+
+    Attributes:
+        NATIVE: The broker provides the feature.
+        EMULATED: qkit provides all or part of it.
+        UNSUPPORTED: The feature is not available.
+
+    Example:
+        >>> bool(Support.EMULATED), bool(Support.UNSUPPORTED)
+        (True, False)
+    """
 
     NATIVE = "native"
     EMULATED = "emulated"
     UNSUPPORTED = "unsupported"
 
     def __bool__(self) -> bool:
-        """Whether the feature works at all."""
+        """Return whether the feature is available."""
         return self is not Support.UNSUPPORTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend can do. What it cannot is refused at start-up, never silently at run time.
+    """Features of a backend.
 
-    Every backend has ``queues``, which take each message to one consumer, but for those that only
-    broadcast: there every channel is a topic, whatever it was declared as, and ``send`` is
-    ``publish``. Its dead letters are kept in queues all the same.
+    A service that needs an unsupported feature fails at start-up, not at run time. Every feature
+    except ``queues`` is ``Support.UNSUPPORTED`` by default.
 
-    >>> Capabilities(priority=Support.NATIVE).supports("priority")
-    True
+    Attributes:
+        queues: Each message goes to one consumer; ``Support.NATIVE`` by default. Without it every
+            channel is a topic, even if it was not declared as one, and ``send`` acts as
+            ``publish``. Dead letters are still stored in queues.
+        durable: Confirmed messages survive a restart.
+        redelivery: A message that its consumer did not settle is delivered again.
+        counts_crashes: A delivery counts as an attempt even if the consumer crashes.
+        lease: A delivery has a lease that expires and can be extended.
+        priority: Messages with a higher priority are delivered first.
+        delay: A message can be delivered after a delay.
+        ttl: A message can expire.
+        topics: Every group of a channel can receive its own copy of each message.
+        key_order: Messages with the same key keep their order.
+        dead_letters: Messages that failed for good are stored with their error.
+        prefetch: The number of unsettled deliveries of a consumer is limited.
+        depth: The number of ready messages can be read.
+        peek: Messages can be read without consuming them.
+        purge: All messages of a queue can be deleted.
+        delete: A queue can be deleted.
+        position: A send returns how many messages are ahead.
+        replicas: The broker can store several copies.
+        batch: A handler can receive several messages in one call.
+
+    Example:
+        >>> capabilities = Capabilities(priority=Support.NATIVE)
+        >>> capabilities.priority
+        <Support.NATIVE: 'native'>
+        >>> bool(capabilities.delay)
+        False
     """
 
     queues: Support = Support.NATIVE
@@ -91,44 +128,65 @@ class Capabilities:
     batch: Support = Support.UNSUPPORTED
 
     def supports(self, feature: str) -> bool:
-        """Whether ``feature`` is native or emulated."""
+        """Return whether a feature is native or emulated.
+
+        Args:
+            feature: Name of an attribute of this class.
+
+        Returns:
+            True unless the feature is unsupported.
+
+        Example:
+            >>> Capabilities(priority=Support.NATIVE).supports("priority")
+            True
+        """
         return bool(getattr(self, feature))
 
     def as_dict(self) -> dict[str, str]:
-        """Every feature with its support, for people and pages."""
+        """Return the support for each feature, by feature name.
+
+        Example:
+            >>> Capabilities(priority=Support.NATIVE).as_dict()["priority"]
+            'native'
+        """
         return {item.name: str(getattr(self, item.name)) for item in fields(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSpec:
-    """A declaration of a queue or topic.
+    """Declaration of a queue or topic.
 
-    A declaration makes sure that the queue exists. What it leaves at ``None`` stays as it is; what
-    it names is set, and the last declaration wins. A service names ``max_deliveries``,
+    A declaration makes sure that the queue exists. Options that are ``None`` keep their value; the
+    others are set, and the last declaration wins. A service sets ``max_deliveries``,
     ``ack_deadline`` and ``balance`` only for channels that it consumes, ``max_depth`` and
-    ``max_priority`` only if the channel does. Never set: no limit of deliveries, and the backend's
-    own defaults for the rest.
+    ``max_priority`` only if the channel sets them. If no declaration sets ``max_deliveries``,
+    deliveries are not limited; other options have the backend's defaults.
 
     Attributes:
         name: Name on the broker.
-        broadcast: A topic: each message goes to every group.
-        dead_letter: Queue for the dead letters of this one, ``None`` for none. The service declares
-            that queue too, with ``drop_oldest`` and its own ``max_depth``. Set only if
-            ``consumed``; otherwise it applies unless a consumer has set it.
-        consumed: Whether the service that declares it also consumes it.
-        again: The service has declared it before and only makes sure that it still exists: what
-            exists stays as it is, because another service may have declared it since.
+        broadcast: Declare a topic: each message goes to every group.
+        dead_letter: Dead-letter queue of this queue, ``None`` for none. The service declares that
+            queue too, with ``drop_oldest`` and its own ``max_depth``. If ``consumed`` is false,
+            the value applies only if no consumer has set one.
         max_priority: Highest priority that a send may have.
-        max_depth: Messages that the queue holds before a send raises ``QueueFull``.
-        drop_oldest: A dead-letter queue: when it is full, the oldest message is dropped.
+        max_depth: Number of messages that the queue holds before a send raises ``QueueFull``.
+        drop_oldest: Drop the oldest message when the queue is full, as dead-letter queues do.
         max_deliveries: Limit that a ``DeadLetterSource`` applies when a lease expires. Other
-            backends ignore it: the service refuses what was delivered too often. Failures of
-            handlers are counted above the boundary.
-        ack_deadline: Lease in seconds.
-        balance: Which of several waiting consumers gets a message. Other than ``round_robin`` it
-            reaches only a backend that chooses among its waiting consumers itself.
-        replicas: Copies that the broker must keep.
+            backends ignore it: the service rejects messages that were delivered too often. Failed
+            handler calls are counted above the boundary.
+        ack_deadline: Length of a lease, in seconds.
+        balance: Which waiting consumer gets a message. Values other than ``round_robin`` are
+            passed only to a backend with ``ConsumerBalancing``.
+        replicas: Number of copies that the broker must store.
         passive: Create nothing; raise ``QueueNotFound`` if the queue does not exist.
+        consumed: Whether the declaring service also consumes the queue.
+        again: The service has declared the queue before and only makes sure that it still exists.
+            An existing queue is not changed, because another service may have declared it since.
+
+    Example:
+        >>> spec = QueueSpec(name="orders", dead_letter="orders.dlq", max_depth=1_000)
+        >>> spec.replicas
+        1
     """
 
     name: str
@@ -148,11 +206,23 @@ class QueueSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionSpec:
-    """A consumer's claim on a queue, or on its group's share of a topic.
+    """Options of a subscription to a queue, or to a group's copy of a topic.
 
-    ``needs_delay`` says that failed messages are released with a delay. A backend that cannot delay
-    them on this broker (something is missing and may not be created) raises ``ConfigError`` from
-    ``subscribe``, so that the service does not start.
+    Attributes:
+        queue: Name of the queue or topic on the broker.
+        group: Name of the consumer group.
+        consumer: Name of the consumer.
+        prefetch: Maximum number of unsettled deliveries.
+        broadcast: Whether ``queue`` is a topic.
+        ack_deadline: Length of a lease in seconds, ``None`` for the queue's own.
+        needs_delay: Whether failed messages are released with a delay. If delays require something
+            on the broker that is missing and that the backend may not create, ``subscribe`` raises
+            ``ConfigError`` and the service does not start.
+
+    Example:
+        >>> spec = SubscriptionSpec(queue="orders", group="billing", consumer="b1", prefetch=10)
+        >>> spec.broadcast
+        False
     """
 
     queue: str
@@ -167,9 +237,18 @@ class SubscriptionSpec:
 class Delivery:
     """One delivery of a message: its envelope, and the backend's receipt for settling it.
 
-    ``lease`` is how many seconds the consumer has before the backend takes the message back,
-    ``None`` where leases do not exist. ``release`` writes ``envelope.headers`` back, so facts
-    about a failure travel with the message.
+    ``Subscription.release`` stores ``envelope.headers`` with the message, so that the next
+    delivery includes details of the failure.
+
+    Args:
+        envelope: The message.
+        queue: Name of the queue on the broker.
+        receipt: Value that identifies the delivery to its backend; ``None`` once it is settled.
+        lease: Seconds until the lease expires, ``None`` if the backend has no leases.
+
+    Example:
+        >>> Delivery(Envelope("0190", b"{}", attempt=2), "orders", receipt=7, lease=30.0)
+        <Delivery 0190 of orders, attempt 2>
     """
 
     __slots__ = ("envelope", "lease", "queue", "receipt")
@@ -177,22 +256,52 @@ class Delivery:
     def __init__(
         self, envelope: Envelope, queue: str, receipt: object, lease: float | None = None
     ) -> None:
-        self.envelope = envelope
-        self.queue = queue
-        self.receipt = receipt
-        self.lease = lease
+        self.envelope: Envelope = envelope
+        self.queue: str = queue
+        self.receipt: object = receipt
+        self.lease: float | None = lease
 
     def receipt_of(self, kind: type[T], backend: str, operation: str) -> T:
-        """Return the receipt; ``MessageNotFound`` if it is not of ``kind``: then it was settled."""
+        """Return the receipt as a value of a given type.
+
+        Args:
+            kind: Type of the backend's receipts.
+            backend: Name of the backend, for the error.
+            operation: Name of the operation, for the error.
+
+        Returns:
+            The receipt.
+
+        Raises:
+            MessageNotFound: The receipt has another type, so the delivery is already settled.
+
+        Example:
+            >>> delivery = Delivery(Envelope("0190", b"{}"), "orders", receipt=7)
+            >>> delivery.receipt_of(int, "native", "ack")
+            7
+        """
         receipt = self.receipt
         if not isinstance(receipt, kind):
             raise self.settled_before(backend, operation)
         return receipt
 
     def settled_before(self, backend: str, operation: str) -> MessageNotFound:
-        """Return the error for settling this delivery a second time."""
+        """Return the error for settling this delivery a second time.
+
+        Args:
+            backend: Name of the backend.
+            operation: Name of the operation.
+
+        Returns:
+            The error, to be raised by the caller.
+
+        Example:
+            >>> delivery = Delivery(Envelope("0190", b"{}"), "orders", receipt=None)
+            >>> delivery.settled_before("native", "ack").message
+            'this delivery is already settled: settle each delivery once'
+        """
         return MessageNotFound(
-            "this delivery was settled before: settle each one once",
+            "this delivery is already settled: settle each delivery once",
             backend=backend,
             operation=operation,
             queue=self.queue,
@@ -204,50 +313,147 @@ class Delivery:
 
 
 class Subscription(Protocol):
-    """A live claim on a queue. Settling twice, or late, raises and never touches another's lease.
+    """An open subscription: it receives the messages of a queue and settles them.
 
-    When the subscription breaks, ``receive`` raises ``SubscriptionLost``; the consumer above opens
-    a new one with backoff.
+    Settling a delivery twice, or after its lease has expired, raises an error and never affects
+    the lease of another consumer. When the subscription breaks, ``receive`` raises
+    ``SubscriptionLost``, and the consumer opens a new one with backoff.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit.backends.native import NativeBackend
+        >>> async def main() -> None:
+        ...     backend = NativeBackend()
+        ...     await backend.start()
+        ...     await backend.declare(QueueSpec(name="orders"))
+        ...     await backend.publish("orders", [Envelope("0190", b"{}")])
+        ...     spec = SubscriptionSpec(queue="orders", group="g", consumer="c", prefetch=10)
+        ...     async with backend.subscribe(spec) as subscription:
+        ...         for delivery in await subscription.receive(limit=10):
+        ...             print(delivery)
+        ...             await subscription.ack(delivery)
+        ...     await backend.aclose()
+        >>> asyncio.run(main())
+        <Delivery 0190 of orders, attempt 1>
     """
 
     async def receive(self, limit: int) -> list[Delivery]:
-        """Up to ``limit`` deliveries, at least one unless it was a safety wake-up.
+        """Wait for messages.
 
-        Parks until a message arrives. Safe to cancel at any moment: nothing is lost.
+        The call can be cancelled at any time without losing a message.
+
+        Args:
+            limit: Maximum number of deliveries to return.
+
+        Returns:
+            At least one delivery; an empty list after ``stop`` or a periodic wake-up.
+
+        Raises:
+            SubscriptionLost: The subscription broke.
+
+        Example:
+            >>> async def receive(subscription: Subscription) -> list[str]:
+            ...     return [delivery.envelope.id for delivery in await subscription.receive(10)]
         """
         ...
 
     async def ack(self, delivery: Delivery) -> None:
-        """The work is done: remove the message. ``AckDeadlineExceeded`` if the lease is lost."""
+        """Remove a message that was handled.
+
+        Args:
+            delivery: A delivery of this subscription.
+
+        Raises:
+            AckDeadlineExceeded: The lease has expired.
+            MessageNotFound: The delivery is already settled.
+
+        Example:
+            >>> async def ack_all(subscription: Subscription) -> None:
+            ...     for delivery in await subscription.receive(10):
+            ...         await subscription.ack(delivery)
+        """
         ...
 
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
-        """Give the message back, to be delivered again after ``delay`` seconds.
+        """Return a message to the queue, to be delivered again.
 
-        Without ``count_attempt`` the next delivery has the same attempt number as this one.
+        Args:
+            delivery: A delivery of this subscription.
+            delay: Seconds until the message may be delivered.
+            count_attempt: Whether this delivery counts as an attempt. If not, the next delivery
+                has the same attempt number.
+
+        Raises:
+            AckDeadlineExceeded: The lease has expired.
+            MessageNotFound: The delivery is already settled.
+
+        Example:
+            >>> async def retry_in_a_minute(subscription: Subscription, failed: Delivery) -> None:
+            ...     failed.envelope.headers["failed-on"] = "worker-1"
+            ...     await subscription.release(failed, delay=60)
         """
         ...
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
-        """Move the end of the lease to ``seconds`` from now. ``Unsupported`` without leases."""
+        """Set the lease to end ``seconds`` from now.
+
+        Args:
+            delivery: A delivery of this subscription.
+            seconds: New length of the lease.
+
+        Raises:
+            AckDeadlineExceeded: The lease has expired.
+            Unsupported: The backend has no leases.
+
+        Example:
+            >>> async def extend_all(subscription: Subscription, held: list[Delivery]) -> None:
+            ...     for delivery in held:
+            ...         await subscription.extend(delivery, seconds=30)
+        """
         ...
 
     async def stop(self) -> None:
-        """Fetch no more; what was delivered can still be settled."""
+        """Stop fetching. Deliveries that are in flight can still be settled.
+
+        Example:
+            >>> async def drain(subscription: Subscription, held: list[Delivery]) -> None:
+            ...     await subscription.stop()
+            ...     for delivery in held:
+            ...         await subscription.ack(delivery)
+        """
         ...
 
 
 @runtime_checkable
 class AckMany(Protocol):
-    """A subscription that acknowledges several deliveries for the price of one.
+    """A subscription that can acknowledge several deliveries in one call.
 
-    Worth having where an ack is a round trip: handlers then go on while their acks are under way.
+    Implement it if an ack is a round trip: handlers continue while their acks are in progress.
+    Otherwise ``ack`` is called for each delivery.
+
+    Example:
+        >>> class BatchSubscription:
+        ...     async def ack_many(self, deliveries):
+        ...         return [None for _ in deliveries]
+        >>> isinstance(BatchSubscription(), AckMany)
+        True
     """
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
-        """Acknowledge all of them; an error in the place of each that could not be."""
+        """Acknowledge several deliveries.
+
+        Args:
+            deliveries: Deliveries of this subscription.
+
+        Returns:
+            For each delivery, in order, ``None`` or the error.
+
+        Example:
+            >>> async def failed_acks(subscription: AckMany, held: list[Delivery]) -> int:
+            ...     return sum(error is not None for error in await subscription.ack_many(held))
+        """
         ...
 
 
@@ -255,127 +461,336 @@ class AckMany(Protocol):
 class ConsumerBalancing(Protocol):
     """A backend that chooses among waiting consumers by ``QueueSpec.balance``.
 
-    Without it, consumers of a queue take turns, as on any broker.
+    With any other backend the broker decides, usually round-robin.
+
+    Example:
+        >>> from qkit.backends.native import NativeBackend
+        >>> isinstance(NativeBackend(), ConsumerBalancing)
+        True
     """
 
     @property
     def balances(self) -> frozenset[Balance]:
-        """The values of ``QueueSpec.balance`` that it follows."""
+        """Supported values of ``QueueSpec.balance``.
+
+        Example:
+            >>> from qkit.backends.native import NativeBackend
+            >>> sorted(NativeBackend().balances)
+            ['least_busy', 'random', 'round_robin']
+        """
         ...
 
 
 @runtime_checkable
 class ExtendMany(Protocol):
-    """A subscription that extends several leases for the price of one.
+    """A subscription that can extend several leases in one call.
 
-    Worth having where an extension is a round trip. Without it ``extend`` is called for each.
+    Implement it if an extension is a round trip. Otherwise ``extend`` is called for each delivery.
+
+    Example:
+        >>> class BatchSubscription:
+        ...     async def extend_many(self, deliveries, seconds):
+        ...         return [None for _ in deliveries]
+        >>> isinstance(BatchSubscription(), ExtendMany)
+        True
     """
 
     async def extend_many(
         self, deliveries: Sequence[Delivery], seconds: float
     ) -> list[QueueError | None]:
-        """Extend all leases to ``seconds`` from now; an error in the place of each that is lost."""
+        """Set several leases to end ``seconds`` from now.
+
+        Args:
+            deliveries: Deliveries of this subscription.
+            seconds: New length of the leases.
+
+        Returns:
+            For each delivery, in order, ``None`` or the error of a lost lease.
+
+        Example:
+            >>> async def lost_leases(subscription: ExtendMany, held: list[Delivery]) -> int:
+            ...     results = await subscription.extend_many(held, seconds=30)
+            ...     return sum(error is not None for error in results)
+        """
         ...
 
 
 @runtime_checkable
 class LossReporting(Protocol):
-    """A subscription that knows at once when what it delivered is no longer its own.
+    """A subscription that reports deliveries that it has lost.
 
-    Worth having where a loss shows in no call: a partition went to another consumer, a connection
-    broke while nothing was received. The handlers of such deliveries are cancelled and nothing of
-    them is settled, because somebody else has them, or will. A lost lease needs no report:
-    ``extend`` tells of it.
+    Implement it if a loss is not visible as the error of a call: a partition was assigned to
+    another consumer, or a connection broke while nothing was received. The handlers of lost
+    deliveries are cancelled and the deliveries are not settled, because another consumer has the
+    messages or will receive them.
+    An expired lease needs no report, because ``extend`` raises an error.
+
+    Example:
+        >>> class PartitionSubscription:
+        ...     def on_lost(self, callback):
+        ...         self.callback = callback
+        >>> isinstance(PartitionSubscription(), LossReporting)
+        True
     """
 
     def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
-        """Call ``callback`` with deliveries that are lost, unsettled, each once."""
+        """Register a callback for lost deliveries.
+
+        Args:
+            callback: Called with unsettled deliveries that were lost, once for each of them.
+
+        Example:
+            >>> def print_losses(subscription: LossReporting) -> None:
+            ...     subscription.on_lost(lambda deliveries: print(len(deliveries), "lost"))
+        """
         ...
 
 
 @runtime_checkable
 class SettlementReporting(Protocol):
-    """A subscription that settles some messages itself, where a failure shows in no call.
+    """A subscription that settles some messages itself and reports failures.
 
-    It writes the dead letters of expired messages, or commits acknowledgements in the background,
-    and tries again when that fails.
+    Implement it if the subscription writes the dead letters of expired messages, or commits
+    acknowledgements in the background, and retries on failure. No call raises such a failure.
+
+    Example:
+        >>> class CommittingSubscription:
+        ...     def on_settlement(self, callback):
+        ...         self.callback = callback
+        >>> isinstance(CommittingSubscription(), SettlementReporting)
+        True
     """
 
     def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
-        """Call ``callback`` with what was tried, and with its error or ``None`` once it is over."""
+        """Register a callback for the outcome of background settlements.
+
+        Args:
+            callback: Called with a description of the settlement and its error, and with ``None``
+                once the settlement succeeds.
+
+        Example:
+            >>> def print_failures(subscription: SettlementReporting) -> None:
+            ...     subscription.on_settlement(lambda what, error: print(what, error))
+        """
         ...
 
 
 class Backend(Protocol):
-    """Whatever carries messages. Errors of its driver become ``QueueError``s at this boundary."""
+    """Adapter for a broker, or for the native engine.
+
+    A backend translates the errors of its client library to ``QueueError``.
+
+    Attributes:
+        name: Name of the backend, for errors and logs.
+        capabilities: Features of the backend.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit.backends.native import NativeBackend
+        >>> async def main(backend: Backend) -> None:
+        ...     await backend.start()
+        ...     await backend.declare(QueueSpec(name="orders"))
+        ...     sent = await backend.publish("orders", [Envelope("0190", b"{}")])
+        ...     print(sent[0].message_id)
+        ...     await backend.aclose()
+        >>> asyncio.run(main(NativeBackend()))
+        0190
+    """
 
     name: str
     capabilities: Capabilities
 
     async def start(self) -> None:
-        """Connect, or raise ``BackendUnavailable``."""
+        """Connect to the broker.
+
+        Raises:
+            BackendUnavailable: The broker cannot be reached.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.backends.native import NativeBackend
+            >>> asyncio.run(NativeBackend().start())
+        """
         ...
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists as described; idempotent."""
+        """Make sure that a queue exists and has the given options.
+
+        Declaring a queue again has no further effect.
+
+        Args:
+            spec: Name and options of the queue.
+
+        Raises:
+            ConfigError: The queue exists with options that cannot be changed.
+            QueueNotFound: ``spec.passive`` is set and the queue does not exist.
+
+        Example:
+            >>> async def declare(backend: Backend) -> None:
+            ...     await backend.declare(QueueSpec(name="orders", max_depth=1_000))
+        """
         ...
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Hand messages over; returns once the broker has confirmed every one.
+        """Publish messages, and return when the broker has confirmed all of them.
 
-        Raises ``PartialSend`` when some were accepted and others not; any other error means that
-        none was confirmed.
+        Args:
+            queue: Name of the queue or topic on the broker.
+            envelopes: The messages, in order.
+
+        Returns:
+            The result of each message, in order.
+
+        Raises:
+            PartialSend: Only some messages were accepted. After any other error none was confirmed.
+
+        Example:
+            >>> async def publish(backend: Backend) -> str:
+            ...     sent = await backend.publish("orders", [Envelope("0190", b"{}")])
+            ...     return sent[0].message_id
         """
         ...
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:
-        """A subscription for as long as the context lasts; leaving it gives back what is held."""
+        """Open a subscription.
+
+        Args:
+            spec: Queue, group and limits of the subscription.
+
+        Returns:
+            A context manager for the subscription. On exit, unsettled messages are released
+            without counting an attempt.
+
+        Raises:
+            ConfigError: ``spec.needs_delay`` is set and the backend cannot delay messages here.
+            QueueNotFound: The queue does not exist.
+
+        Example:
+            >>> async def consume(backend: Backend, spec: SubscriptionSpec) -> None:
+            ...     async with backend.subscribe(spec) as subscription:
+            ...         for delivery in await subscription.receive(limit=10):
+            ...             await subscription.ack(delivery)
+        """
         ...
 
     async def ping(self) -> None:
-        """Prove that the broker answers, or raise ``BackendUnavailable``."""
+        """Check that the broker responds.
+
+        Raises:
+            BackendUnavailable: The broker does not respond.
+
+        Example:
+            >>> async def is_alive(backend: Backend) -> bool:
+            ...     try:
+            ...         await backend.ping()
+            ...     except ConnectionError:  # the base of BackendUnavailable
+            ...         return False
+            ...     return True
+        """
         ...
 
     async def aclose(self) -> None:
-        """Disconnect; idempotent."""
+        """Disconnect. Closing a closed backend has no effect.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.backends.native import NativeBackend
+            >>> asyncio.run(NativeBackend().aclose())
+        """
         ...
 
 
 @runtime_checkable
 class PublishGroups(Protocol):
-    """A backend that divides the messages of a queue into groups, to publish them independently.
+    """A backend that publishes groups of a queue's messages independently.
 
-    At most one publish of a group is in flight; messages that are sent meanwhile wait for the next
-    one. Without this protocol a queue is one group. Worth having where parts of a queue fail
-    independently, for example the partitions of a log: a part that does not answer then delays
-    only its own messages. Messages whose order matters must be in one group, or a retry of one
-    could arrive after the next. Name few groups: each is kept as long as the service runs.
+    Implement it if parts of a queue fail independently, for example the partitions of a log. A part
+    that does not respond then delays only its own messages. At most one publish per group is in
+    progress; messages that are sent meanwhile wait for the next one. Without this protocol a queue
+    is one group.
+
+    Messages whose order matters must be in one group; otherwise a retried message could arrive
+    after its successor. Use few groups, because each is kept as long as the service runs.
+
+    Example:
+        >>> class PartitionedBackend:
+        ...     def publish_group(self, queue, envelope):
+        ...         return hash(envelope.key) % 8
+        ...     async def publish_in_group(self, queue, group, envelopes):
+        ...         return [Sent(envelope.id) for envelope in envelopes]
+        >>> isinstance(PartitionedBackend(), PublishGroups)
+        True
     """
 
     def publish_group(self, queue: str, envelope: Envelope) -> Hashable:
         """Return the group of a message that is about to be sent.
 
-        It is called for each message before each attempt, and must neither wait nor raise.
+        It is called for each message before each attempt, and must neither block nor raise.
+
+        Args:
+            queue: Name of the queue on the broker.
+            envelope: The message.
+
+        Returns:
+            Any hashable value that identifies the group.
+
+        Example:
+            >>> def same_group(backend: PublishGroups, first: Envelope, second: Envelope) -> bool:
+            ...     groups = {backend.publish_group("orders", item) for item in (first, second)}
+            ...     return len(groups) == 1
         """
         ...
 
     async def publish_in_group(
         self,
         queue: str,
-        group: Any,  # what ``publish_group`` returned for them
+        group: Any,  # not Hashable: an implementation declares the type that it returned
         envelopes: Sequence[Envelope],
     ) -> list[Sent]:
-        """Publish messages of one group, as ``Backend.publish`` does."""
+        """Publish messages of one group, as ``Backend.publish`` does.
+
+        Args:
+            queue: Name of the queue on the broker.
+            group: The value that ``publish_group`` returned for these messages.
+            envelopes: The messages, in order.
+
+        Returns:
+            The result of each message, in order.
+
+        Raises:
+            PartialSend: Only some messages were accepted.
+
+        Example:
+            >>> async def publish(backend: PublishGroups, envelope: Envelope) -> list[Sent]:
+            ...     group = backend.publish_group("orders", envelope)
+            ...     return await backend.publish_in_group("orders", group, [envelope])
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """A queue's figures; ``None`` where the backend does not know.
+    """Figures of a queue. A figure is ``None`` if the backend does not know it.
 
-    ``depth`` counts messages ready for a consumer, ``in_flight`` those a consumer holds,
-    ``scheduled`` those that wait for their time; ``dropped_total`` those a full dead-letter queue
-    pushed out.
+    Attributes:
+        queue: Name of the queue.
+        depth: Messages that are ready for a consumer.
+        in_flight: Messages that are delivered and not yet settled.
+        scheduled: Messages whose delay has not passed.
+        consumers: Subscribed consumers.
+        published_total: Messages that were published.
+        consumed_total: Messages that were delivered.
+        acked_total: Messages that were acknowledged.
+        nacked_total: Messages that were released after a failure.
+        dead_lettered_total: Messages that became dead letters.
+        dropped_total: Dead letters that were dropped because the queue was full.
+        avg_wait_time_ms: Average time from the send to the delivery, in milliseconds.
+        oldest_message_age_secs: Age of the oldest ready message, in seconds.
+
+    Example:
+        >>> stats = QueueStats(queue="orders", depth=3)
+        >>> stats.depth, stats.consumers
+        (3, None)
     """
 
     queue: str
@@ -395,78 +810,233 @@ class QueueStats:
 
 @runtime_checkable
 class Admin(Protocol):
-    """What a backend that can be administered offers beside ``Backend``.
+    """Administration of queues, which a backend offers in addition to ``Backend``.
 
-    Every method raises ``QueueNotFound`` for a queue that does not exist.
+    Every method that takes a queue raises ``QueueNotFound`` if it does not exist.
+
+    Example:
+        >>> from qkit.backends.native import NativeBackend
+        >>> isinstance(NativeBackend(), Admin)
+        True
     """
 
     async def queues(self) -> list[str]:
-        """Names of all queues, or of those declared by this service where a broker cannot tell."""
+        """List the queues.
+
+        Returns:
+            The names of all queues, or only of those that this service has declared if the broker
+            cannot list them.
+
+        Example:
+            >>> async def queue_count(admin: Admin) -> int:
+            ...     return len(await admin.queues())
+        """
         ...
 
     async def stats(self, queue: str) -> QueueStats:
-        """The queue's figures now."""
+        """Return the current figures of a queue.
+
+        Args:
+            queue: Name of the queue on the broker.
+
+        Returns:
+            The figures.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+
+        Example:
+            >>> async def is_empty(admin: Admin) -> bool:
+            ...     return (await admin.stats("orders")).depth == 0
+        """
         ...
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """The next messages in the order of delivery, without consuming or leasing them."""
+        """Return the next messages without consuming them.
+
+        Args:
+            queue: Name of the queue on the broker.
+            limit: Maximum number of messages.
+
+        Returns:
+            The messages, in the order of delivery.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+
+        Example:
+            >>> async def next_ids(admin: Admin) -> list[str]:
+            ...     return [envelope.id for envelope in await admin.peek("orders", limit=5)]
+        """
         ...
 
     async def purge(self, queue: str) -> int:
-        """Delete every message that no consumer holds; return how many."""
+        """Delete every message that is not in flight.
+
+        Args:
+            queue: Name of the queue on the broker.
+
+        Returns:
+            The number of deleted messages.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+
+        Example:
+            >>> async def purge(admin: Admin) -> None:
+            ...     print(await admin.purge("orders"), "deleted")
+        """
         ...
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Delete a message for each of these ids unless a consumer holds it; return how many.
+        """Delete the messages with the given ids that are not in flight.
 
-        Of several messages with one id the oldest goes: an id that is named twice takes two.
+        If several messages have the same id, each occurrence of the id deletes one, the oldest
+        first.
+
+        Args:
+            queue: Name of the queue on the broker.
+            ids: Message ids.
+
+        Returns:
+            The number of deleted messages.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+
+        Example:
+            >>> async def remove(admin: Admin) -> bool:
+            ...     return await admin.remove("orders", ["0190"]) == 1
         """
         ...
 
     async def delete(self, queue: str) -> None:
-        """Delete the queue with all that is in it."""
+        """Delete a queue with all its messages.
+
+        Args:
+            queue: Name of the queue on the broker.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+
+        Example:
+            >>> async def delete(admin: Admin) -> None:
+            ...     await admin.delete("orders")
+        """
         ...
 
 
 @runtime_checkable
 class Log(Protocol):
-    """A backend whose messages stay where they are when consumed: they can be read by offsets.
+    """A backend that keeps messages after they are consumed, so that they can be read by offset.
 
-    A range of a partition says the same whenever it is read, as long as the broker keeps it.
+    Reading a range of a partition again returns the same messages, as long as the broker keeps
+    them.
+
+    Example:
+        >>> class LogBackend:
+        ...     async def bounds(self, queue):
+        ...         return {0: (0, 100)}
+        ...     async def read_range(self, queue, partition, first, last):
+        ...         return []
+        >>> isinstance(LogBackend(), Log)
+        True
     """
 
     async def bounds(self, queue: str) -> dict[int, tuple[int, int]]:
-        """The first offset that is still there, and the next, of each partition."""
+        """Return the range of offsets of each partition.
+
+        Args:
+            queue: Name of the topic on the broker.
+
+        Returns:
+            By partition, the first offset that is still stored and the offset of the next message.
+
+        Example:
+            >>> async def stored(log: Log) -> int:
+            ...     return sum(end - first for first, end in (await log.bounds("orders")).values())
+        """
         ...
 
     async def read_range(
         self, queue: str, partition: int, first: int, last: int
     ) -> list[tuple[int, Envelope]]:
-        """The messages from ``first`` up to, not including, ``last``, with their offsets."""
+        """Return the messages of a range of offsets.
+
+        Args:
+            queue: Name of the topic on the broker.
+            partition: Number of the partition.
+            first: First offset of the range.
+            last: End of the range, exclusive.
+
+        Returns:
+            The messages with their offsets.
+
+        Example:
+            >>> async def first_ten(log: Log) -> list[tuple[int, Envelope]]:
+            ...     return await log.read_range("orders", partition=0, first=0, last=10)
+        """
         ...
 
 
 @runtime_checkable
 class DeadLetterSource(Protocol):
-    """A backend that writes dead letters of its own: a lease expired too often, a TTL ran out."""
+    """A backend that writes dead letters itself, when a lease expires too often or a TTL passes.
+
+    Example:
+        >>> from qkit.backends.native import NativeBackend
+        >>> isinstance(NativeBackend(), DeadLetterSource)
+        True
+    """
 
     def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that the backend wrote by itself."""
+        """Register a callback for dead letters that the backend writes itself.
+
+        Args:
+            callback: Called with each dead letter.
+
+        Example:
+            >>> from qkit.backends.native import NativeBackend
+            >>> NativeBackend().on_dead_letter(lambda letter: print(letter.reason))
+        """
         ...
 
 
 @runtime_checkable
 class DroppedLetterSource(Protocol):
-    """A backend that can tell when a full dead-letter queue pushes out its oldest."""
+    """A backend that reports dead letters that were dropped because their queue was full.
+
+    Example:
+        >>> from qkit.backends.native import NativeBackend
+        >>> isinstance(NativeBackend(), DroppedLetterSource)
+        True
+    """
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that was pushed out."""
+        """Register a callback for dropped dead letters.
+
+        Args:
+            callback: Called with each dead letter that was dropped.
+
+        Example:
+            >>> from qkit.backends.native import NativeBackend
+            >>> NativeBackend().on_dropped_letter(lambda letter: print(letter.message_id))
+        """
         ...
 
 
 @runtime_checkable
 class UnheardReporting(Protocol):
-    """A backend that keeps no messages, and counts those that no subscriber received."""
+    """A backend that stores no messages, and counts those that no subscriber received.
+
+    Attributes:
+        unheard: Messages that were published without a subscriber, since the backend was created.
+
+    Example:
+        >>> class BroadcastBackend:
+        ...     unheard = 0
+        >>> isinstance(BroadcastBackend(), UnheardReporting)
+        True
+    """
 
     unheard: int
-    """Messages that were published without a subscriber, since the backend was made."""

@@ -1,7 +1,7 @@
-"""What travels: envelopes, the message a handler sees, and the record of a dead letter.
+"""Messages: the envelope that backends carry, the message that handlers see, and dead letters.
 
-An ``Envelope`` is what crosses the backend boundary. Times in it are wall times, because it
-leaves the process; whoever waits for one of them turns it into monotonic time at the boundary.
+Times are wall-clock times in seconds since the epoch, because envelopes leave the process. Backends
+convert them to monotonic time for waiting.
 """
 
 from __future__ import annotations
@@ -33,22 +33,31 @@ __all__ = [
     "trace_id",
 ]
 
-CONTENT_TYPE = "content-type"  # absent means application/json
+CONTENT_TYPE = "content-type"  # default: application/json
 CONTENT_ENCODING = "content-encoding"
 TRACEPARENT = "traceparent"
 FIRST_FAILED_AT = "qkit-first-failed-at"
-GROUP = "qkit-group"  # on a topic: this copy is for that group alone (a replayed dead letter)
+GROUP = "qkit-group"  # on a topic, only this group receives the message (a replayed dead letter)
 
 
 @dataclass(slots=True)
 class Envelope:
     """A message as backends carry it.
 
-    ``not_before`` and ``expires_at`` are seconds since the epoch; ``attempt`` is 1 on the first
-    delivery and counts deliveries, so it is the backend's to fill in on receipt.
+    Attributes:
+        id: Message id.
+        body: Encoded body.
+        headers: Headers; empty by default.
+        key: Messages with the same key keep their order in an ordered channel.
+        priority: Messages with a higher priority are delivered first; ``None`` for the default.
+        not_before: Earliest time of delivery, in seconds since the epoch; ``None`` for no delay.
+        expires_at: Time at which the message expires, in seconds since the epoch; ``None`` for
+            never.
+        attempt: Number of this delivery, counted from 1. The backend sets it on receipt.
 
-    >>> Envelope(id="0190", body=b"{}").attempt
-    1
+    Example:
+        >>> Envelope(id="0190", body=b"{}").attempt
+        1
     """
 
     id: str
@@ -63,13 +72,24 @@ class Envelope:
 
 @dataclass(slots=True, frozen=True)
 class Message:
-    """A message as handlers and middleware see it, beside its decoded body.
+    """A message as handlers and middleware see it, in addition to its decoded body.
 
-    ``body`` is the bytes as sent, after decompression; ``max_attempts`` is the channel's limit.
+    Attributes:
+        id: Message id.
+        channel: Name of the channel.
+        body: Encoded body, decompressed.
+        headers: Headers; empty by default.
+        key: Key that the message was sent with.
+        priority: Priority that the message was sent with.
+        attempt: Number of this attempt, counted from 1.
+        max_attempts: Attempts that the channel allows.
+        expires_at: Time at which the message expires, in seconds since the epoch; ``None`` for
+            never.
 
-    >>> message = Message(id="0190", channel="orders", body=b"{}", attempt=2)
-    >>> message.retry_count
-    1
+    Example:
+        >>> message = Message(id="0190", channel="orders", body=b"{}", attempt=2, max_attempts=3)
+        >>> message.attempt < message.max_attempts
+        True
     """
 
     id: str
@@ -84,26 +104,64 @@ class Message:
 
     @property
     def retry_count(self) -> int:
-        """How often the message was delivered before."""
+        """Number of earlier attempts.
+
+        Example:
+            >>> Message(id="0190", channel="orders", body=b"{}", attempt=2).retry_count
+            1
+        """
         return self.attempt - 1
 
     @property
     def sent_at(self) -> float | None:
-        """When it was sent, in seconds since the epoch; ``None`` if another program sent it."""
+        """Time of the send, in seconds since the epoch; ``None`` for a foreign message.
+
+        Example:
+            >>> Message(id="their-id", channel="orders", body=b"{}").sent_at is None
+            True
+        """
         return sent_at(self.id)
 
     @property
     def trace_id(self) -> str | None:
-        """The W3C trace it belongs to, if its sender was traced."""
+        """Id of the W3C trace that the message belongs to, ``None`` if its sender was not traced.
+
+        Example:
+            >>> headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+            >>> Message(id="0190", channel="orders", body=b"{}", headers=headers).trace_id
+            '0af7651916cd43dd8448eb211c80319c'
+        """
         return trace_id(self.headers)
 
     def replace(self, *, body: bytes) -> Message:
-        """A copy with another body, for middleware that decrypts or rewrites."""
+        """Return a copy with another body, for middleware that decrypts or rewrites bodies.
+
+        Args:
+            body: Encoded body of the copy.
+
+        Returns:
+            The copy.
+
+        Example:
+            >>> Message(id="0190", channel="orders", body=b"{}").replace(body=b"[]").body
+            b'[]'
+        """
         return replace(self, body=body)
 
 
 class Reason(StrEnum):
-    """Why a message became a dead letter."""
+    """Why a message became a dead letter.
+
+    Attributes:
+        MAX_RETRIES_EXCEEDED: The last attempt failed.
+        EXPLICIT_NACK: The handler raised ``Reject``.
+        TTL_EXPIRED: The message expired before it was handled.
+        UNDECODABLE: The body does not decode to the type that the handler takes.
+
+    Example:
+        >>> Reason("TTLExpired")
+        <Reason.TTL_EXPIRED: 'TTLExpired'>
+    """
 
     MAX_RETRIES_EXCEEDED = "MaxRetriesExceeded"
     EXPLICIT_NACK = "ExplicitNack"
@@ -112,11 +170,11 @@ class Reason(StrEnum):
 
 
 class LeaseExpired(Exception):
-    """The last delivery that was allowed ended without an answer. Recorded, never raised."""
+    """The lease of the last allowed delivery expired. Recorded in dead letters, never raised."""
 
 
 class TimeToLiveExpired(Exception):
-    """The message was not handled within its time to live. Recorded, never raised."""
+    """The TTL passed before the message was handled. Recorded in dead letters, never raised."""
 
 
 _DEAD_CHANNEL = "qkit-dead-channel"
@@ -126,21 +184,38 @@ _DEAD_ERROR = "qkit-dead-error"
 _DEAD_ATTEMPTS = "qkit-dead-attempts"
 _DEAD_AT = "qkit-dead-at"
 _DEAD_PRIORITY = "qkit-dead-priority"
-_DEAD_HEADERS = "qkit-dead-headers"  # the message's headers as JSON, where they were refused
+_DEAD_HEADERS = "qkit-dead-headers"  # all headers as JSON, if the broker rejected one of them
 
 
 @dataclass(slots=True, frozen=True)
 class DeadLetter:
-    """The same record on every backend: what failed, why, how often, and the untouched body.
+    """A message that failed for good, with its error. The record is the same on every backend.
 
-    On the wire it is an envelope: the message as it was, with the facts in ``qkit-dead-*``
-    headers, so that any tool of the broker can show them.
+    In the dead-letter queue it is the original message with the details of the failure in
+    ``qkit-dead-*`` headers, so that the broker's own tools can show them.
 
-    >>> letter = DeadLetter.of(
-    ...     Envelope(id="0190", body=b"{}"), channel="orders", reason=Reason.EXPLICIT_NACK,
-    ...     error=ValueError("negative total"), at=1_700_000_000.0)
-    >>> DeadLetter.from_envelope(letter.to_envelope()) == letter
-    True
+    Attributes:
+        message_id: Id of the message.
+        channel: Channel that the message was sent to.
+        group: Group whose handler failed, for a topic; otherwise ``None``.
+        reason: A value of ``Reason``, or ``Unknown`` if another program wrote the record.
+        error_type: Class name of the last error, ``None`` if unknown.
+        error: Text of the last error, ``None`` if unknown.
+        attempts: Number of attempts.
+        first_failed_at: Time of the first failure, in seconds since the epoch.
+        last_failed_at: Time of the last failure, in seconds since the epoch.
+        trace_id: Id of the W3C trace that the message belongs to, if any.
+        body: Encoded body, unchanged.
+        headers: Headers of the message.
+        key: Key of the message.
+        priority: Priority of the message.
+
+    Example:
+        >>> letter = DeadLetter.of(
+        ...     Envelope(id="0190", body=b"{}"), channel="orders", reason=Reason.EXPLICIT_NACK,
+        ...     error=ValueError("negative total"), at=1_700_000_000.0)
+        >>> letter.error_type, letter.error
+        ('ValueError', 'negative total')
     """
 
     message_id: str
@@ -170,11 +245,29 @@ class DeadLetter:
         group: str | None = None,
         called: bool = True,
     ) -> DeadLetter:
-        """The record of ``envelope``'s final failure at the wall time ``at``.
+        """Build the record of a final failure.
 
-        Without ``called`` its last delivery reached no handler, and is no attempt.
+        Args:
+            envelope: The message.
+            channel: Channel that the message was sent to.
+            reason: Why the message failed.
+            at: Time of the failure, in seconds since the epoch.
+            error: The last error.
+            group: Group whose handler failed, for a topic.
+            called: Whether the last delivery reached a handler. If not, it does not count as an
+                attempt.
+
+        Returns:
+            The record.
+
+        Example:
+            >>> letter = DeadLetter.of(
+            ...     Envelope("0190", b"{}"), channel="orders", reason=Reason.TTL_EXPIRED,
+            ...     at=1_700_000_000.0, called=False)
+            >>> letter.attempts
+            0
         """
-        # What no encoder takes would keep the letter from being written, on any backend.
+        # Text that cannot be encoded would prevent every backend from storing the letter.
         headers = {encodable(name): encodable(text) for name, text in envelope.headers.items()}
         first = _number(headers.pop(FIRST_FAILED_AT, None), at)
         headers.pop(GROUP, None)
@@ -196,15 +289,31 @@ class DeadLetter:
         )
 
     def with_plain_headers(self) -> DeadLetter:
-        """The record with all headers in one, as JSON: for a broker that refuses one of them."""
+        """Return the record with all headers combined into a single header, as JSON.
+
+        Used when the broker rejects one of the headers.
+
+        Returns:
+            A copy, or the record itself if its headers are already combined.
+
+        Example:
+            >>> letter = DeadLetter.from_envelope(Envelope("0190", b"{}", {"tenant": "acme"}))
+            >>> dict(letter.with_plain_headers().headers)
+            {'qkit-dead-headers': '{"tenant": "acme"}'}
+        """
         if set(self.headers) == {_DEAD_HEADERS}:
             return self
         return replace(self, headers={_DEAD_HEADERS: json.dumps(dict(self.headers))})
 
     def to_envelope(self) -> Envelope:
-        """The record as it lies in the dead-letter queue; it never expires or waits there.
+        """Return the record as the dead-letter queue stores it, without delay or expiry.
 
-        Its priority is among the facts, not the envelope's own: dead letters lie by their age.
+        The priority becomes a header, so that dead letters are ordered by age.
+
+        Example:
+            >>> letter = DeadLetter.from_envelope(Envelope("0190", b"{}"), channel="orders")
+            >>> DeadLetter.from_envelope(letter.to_envelope()) == letter
+            True
         """
         headers = dict(self.headers)
         headers[_DEAD_CHANNEL] = self.channel
@@ -224,7 +333,20 @@ class DeadLetter:
 
     @classmethod
     def from_envelope(cls, envelope: Envelope, *, channel: str = "") -> DeadLetter:
-        """Read a record back, also one that another program put there (then most is unknown)."""
+        """Read a record from the dead-letter queue.
+
+        Args:
+            envelope: A message of the dead-letter queue. Its details are unknown if another program
+                put it there.
+            channel: Channel of the record, if the envelope does not name one.
+
+        Returns:
+            The record.
+
+        Example:
+            >>> DeadLetter.from_envelope(Envelope("their-id", b"{}"), channel="orders").reason
+            'Unknown'
+        """
         headers = dict(envelope.headers)
         if _DEAD_HEADERS in headers:
             headers.update(_headers(headers.pop(_DEAD_HEADERS)))
@@ -248,9 +370,13 @@ class DeadLetter:
         )
 
     def to_replay(self) -> Envelope:
-        """The message as it will be sent again: same id, first attempt, no trace of the failure.
+        """Return the message to replay: same id, first attempt, no record of the failure.
 
-        Its expiry is gone: a person who replays an expired message wants it handled.
+        It does not expire, because a user who replays an expired message wants it handled.
+
+        Example:
+            >>> DeadLetter.from_envelope(Envelope("0190", b"{}")).to_replay()
+            Envelope(id='0190', body=b'{}', headers={}, key=None, priority=None, ...)
         """
         headers = dict(self.headers)
         if self.group is not None:
@@ -259,7 +385,7 @@ class DeadLetter:
 
 
 def trace_id(headers: Mapping[str, str]) -> str | None:
-    """The trace id inside a ``traceparent`` header."""
+    """Return the trace id of the ``traceparent`` header, ``None`` if it is missing or invalid."""
     parts = headers.get(TRACEPARENT, "").split("-")
     return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None
 

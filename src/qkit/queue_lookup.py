@@ -1,4 +1,4 @@
-"""Whether there is a queue of a name that somebody typed, for whoever works on it by hand."""
+"""Lookup of queues by a name that a user typed, with suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["require_queue", "suggest_name"]
 
 
 async def require_queue(service: QueueService, name: str) -> None:
-    """Raise ``QueueNotFound``, with the name that may have been meant, unless it is there.
+    """Raise ``QueueNotFound``, with a suggestion, if there is no such queue.
 
-    Dead letters can outlive their queue: they alone do as well. Where nobody can tell, it passes.
+    The queue counts as existing if only its dead-letter queue exists, because that queue can
+    outlive it. The check is skipped if the backend cannot look up queues.
     """
     if any(channel.name == name for channel in service.channels):
         return
@@ -31,7 +32,7 @@ async def require_queue(service: QueueService, name: str) -> None:
 
 
 async def suggest_name(service: QueueService, name: str) -> str | None:
-    """The queue whose name is most like this one, if one is."""
+    """Return the name of an existing queue that is similar to ``name``, or ``None``."""
     known = {channel.name for channel in service.channels}
     with suppress(Unsupported):
         known |= set(await service.queues())

@@ -1,4 +1,4 @@
-"""``SyncQueueService``: the same service for programs without an event loop."""
+"""``SyncQueueService``: the blocking entry point of qkit."""
 
 from __future__ import annotations
 
@@ -34,16 +34,27 @@ R = TypeVar("R")
 
 
 class SyncQueueService(BlockingSends):
-    """``QueueService`` with plain calls. It owns a loop in a thread, where handlers run.
+    """Blocking service for programs without an event loop.
 
-    >>> from qkit import Settings, SyncQueueService
-    >>> with SyncQueueService(Settings(type="native")) as service:
-    ...     sent = service.send("orders", {"id": 1})
-    ...     service.stats("orders").depth
-    1
+    Runs a ``QueueService`` in the event loop of a background thread. Any thread may call the
+    service. In a thread with a running event loop, its calls raise ``LifecycleError`` because they
+    would block the loop: use ``QueueService`` there.
 
-    It may be called from any thread, and raises ``LifecycleError`` inside a running event loop,
-    which its calls would block: use ``QueueService`` there.
+    Args:
+        settings: The settings. Default: read from the environment and the configuration file.
+        backend: A backend to use instead of the one that the settings name.
+        middleware: Functions wrapped around every handler call, the first outermost.
+
+    Raises:
+        ConfigError: An argument has the wrong type, or the backend cannot be opened with these
+            settings.
+
+    Example:
+        >>> from qkit import Settings, SyncQueueService
+        >>> with SyncQueueService(Settings(type="native")) as service:
+        ...     sent = service.send("orders", {"id": 1})
+        ...     service.stats("orders").depth
+        1
     """
 
     def __init__(
@@ -54,28 +65,38 @@ class SyncQueueService(BlockingSends):
         middleware: Sequence[Middleware] = (),
     ) -> None:
         self._sends = self._service = QueueService(settings, backend=backend, middleware=middleware)
-        self._caller: LoopCaller | None = None  # from start to shutdown
+        self._caller: LoopCaller | None = None  # set from start to shutdown
         self._closed = False
-        self._life = threading.Lock()  # start and shutdown, one after the other
+        self._lifecycle_lock = threading.Lock()  # serializes start and shutdown
         self._stopped = threading.Event()
         self._hosted = False
 
     @contextmanager
     def hosted(self) -> Generator[QueueService, None, None]:
-        """For ``qkit run``: use the running event loop instead of a thread with a loop.
+        """Use the running event loop instead of a background thread; for ``qkit run``.
 
-        Calls from other threads, such as those of synchronous handlers, go to that loop.
+        Other threads, such as those of synchronous handlers, still use the blocking calls.
 
         Yields:
-            The service to start and run there.
+            The asynchronous service, to be started and run in this loop.
 
         Raises:
             LifecycleError: This service was started before.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import Settings, SyncQueueService
+            >>> async def main() -> None:
+            ...     with SyncQueueService(Settings(type="native")).hosted() as service:
+            ...         async with service:
+            ...             print(service.ready)
+            >>> asyncio.run(main())
+            True
         """
         loop = asyncio.get_running_loop()
         if self._closed or self._caller is not None:
             raise LifecycleError(
-                "this service was started before: give qkit run one that is not started",
+                "this service was started before: pass qkit run a service that was not started",
                 operation="run",
             )
         self._hosted = True
@@ -88,42 +109,138 @@ class SyncQueueService(BlockingSends):
 
     @property
     def settings(self) -> Settings:
-        """The settings it was made with."""
+        """The settings of this service.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> SyncQueueService(Settings(type="native")).settings.type
+            'native'
+        """
         return self._service.settings
 
     def register(self, target: object) -> None:
-        """As ``QueueService.register``."""
+        """Register handlers.
+
+        Args:
+            target: A function decorated with ``@consume``, an instance of a ``@channel`` class, or
+                a module that contains such functions and instances.
+
+        Raises:
+            HandlerError: qkit cannot supply a parameter of the handler.
+            ConfigError: ``target`` has no handlers, or a declaration contradicts another.
+            LifecycleError: The service was started.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService, consume
+            >>> @consume("orders")
+            ... def place(order: dict) -> None: ...
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> [handler.channel for handler in service.handlers]
+            ['orders']
+        """
         self._service.register(target)
 
     def declare(self, channel: Channel[T]) -> None:
-        """As ``QueueService.declare``."""
+        """Add a channel without a handler; see ``QueueService.declare``.
+
+        Args:
+            channel: The channel. Its options are merged with earlier declarations of the same name.
+
+        Raises:
+            ConfigError: The declaration contradicts an earlier one.
+
+        Example:
+            >>> from qkit import Channel, Settings, SyncQueueService
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.declare(Channel("invoices", dict))
+            >>> service.channels
+            [Channel('invoices', dict)]
+        """
         self._service.declare(channel)
 
     @property
     def handlers(self) -> list[Handler]:
-        """Every registered handler with its metadata."""
+        """All registered handlers.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> SyncQueueService(Settings(type="native")).handlers
+            []
+        """
         return self._service.handlers
 
     @property
     def channels(self) -> list[Channel[object]]:
-        """Every channel that was declared, by itself or by its handlers."""
+        """All channels declared by ``declare``, by a handler, or by a send.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> SyncQueueService(Settings(type="native")).channels
+            []
+        """
         return self._service.channels
 
     def body_type(self, channel: Channel[T] | str) -> object | None:
-        """As ``QueueService.body_type``."""
+        """Return the type that bodies sent to a channel are checked against.
+
+        Args:
+            channel: The channel or its name.
+
+        Returns:
+            The type of the ``Channel``, else the type that all its handlers take. ``None`` if there
+            is neither.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> SyncQueueService(Settings(type="native")).body_type("orders") is None
+            True
+        """
         return self._service.body_type(channel)
 
     def on(self, event: EventName, listener: Callable[..., object]) -> None:
-        """As ``QueueService.on``; the listener is called in the loop's thread."""
+        """Call a listener on each event of one kind.
+
+        Exceptions raised by a listener are logged and otherwise ignored.
+
+        Args:
+            event: ``"state_change"``, ``"reconnected"``, ``"retry"``, ``"dead_letter"`` or
+                ``"shutdown"``.
+            listener: A function or coroutine function that takes the event. It runs in the thread
+                of the event loop.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.on("shutdown", lambda event: print("abandoned:", event.abandoned))
+            >>> with service:
+            ...     pass
+            abandoned: 0
+        """
         self._service.on(event, listener)
 
     def start(self) -> None:
-        """As ``QueueService.start``."""
-        _outside_a_loop("start")
-        with self._life:
+        """Connect, declare all channels and start the consumers; see ``QueueService.start``.
+
+        Raises:
+            ConfigError: The settings or the options of a channel or handler are invalid.
+            Unsupported: The backend lacks a feature that a channel or handler needs.
+            BackendUnavailable: The broker cannot be reached.
+            LifecycleError: The service was shut down, or this thread runs an event loop.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.start()
+            >>> service.ready
+            True
+            >>> service.shutdown()
+        """
+        _require_no_running_loop("start")
+        with self._lifecycle_lock:
             if self._closed:
                 raise LifecycleError(
-                    "this service was shut down, and a service starts once: make a new "
+                    "this service was shut down and cannot be restarted; create a new "
                     "SyncQueueService",
                     operation="start",
                 )
@@ -131,23 +248,45 @@ class SyncQueueService(BlockingSends):
                 self._caller = LoopThread("qkit-loop")
             try:
                 self._call(self._service.start)
-            except BaseException:  # it may be tried again, in a new loop
+            except BaseException:  # another start may follow, in a new loop
                 self._close_loop()
                 raise
 
     def run(self) -> None:
-        """Consume until SIGTERM, SIGINT or ``stop()``, then shut down; starts if needed."""
+        """Consume until SIGTERM, SIGINT or ``stop``, then shut down.
+
+        Starts the service if needed and blocks this thread. A second signal immediately cancels
+        running handlers and releases their messages.
+
+        Raises:
+            QueueError: The start failed; see ``start``.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService, consume
+            >>> @consume("greetings")
+            ... def greet(name: str) -> None:
+            ...     print(f"hello {name}")
+            ...     service.stop()
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.register(greet)
+            >>> def main() -> None:
+            ...     service.start()
+            ...     service.send("greetings", "world")
+            ...     service.run()
+            >>> main()
+            hello world
+        """
         self.start()
         caller = self._caller
         if caller is None:
-            return  # another thread has shut it down already
+            return  # another thread has already shut it down
 
         def first(name: str) -> None:
-            logger.info("%s: shutting down, a second signal forces", name)
+            logger.info("%s: shutting down; a second signal cancels running handlers", name)
             self.stop()
 
         def second(name: str) -> None:
-            logger.warning("%s again: not waiting for handlers", name)
+            logger.warning("%s again: cancelling running handlers", name)
             self._service.force()
 
         with handle_signals(caller.loop, first, second):
@@ -157,17 +296,45 @@ class SyncQueueService(BlockingSends):
                 self.shutdown()
 
     def stop(self) -> None:
-        """Ask ``run`` to end; returns at once."""
+        """Tell ``run`` to shut down and return; do not wait for it.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.stop()
+            >>> service.run()
+            >>> print(service.connection_state)
+            closed
+        """
         self._stopped.set()
         if self._hosted and (caller := self._caller) is not None:
-            with suppress(RuntimeError):  # the loop is closed: it has ended
+            with suppress(RuntimeError):  # the loop is closed
                 caller.loop.call_soon_threadsafe(self._service.stop)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """As ``QueueService.shutdown``; ends the loop's thread as well."""
-        _outside_a_loop("shutdown")
+        """Stop fetching, let running handlers finish, flush sends and close the backend.
+
+        Also ends the background thread. Handlers that are still running after ``timeout`` are
+        cancelled. Their messages are released without counting the attempt.
+
+        Args:
+            timeout: Seconds to wait for running handlers. Default: ``shutdown.timeout`` of the
+                settings.
+
+        Raises:
+            LifecycleError: This thread runs an event loop.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.start()
+            >>> service.shutdown(timeout=5)
+            >>> print(service.connection_state)
+            closed
+        """
+        _require_no_running_loop("shutdown")
         self._stopped.set()
-        with self._life:
+        with self._lifecycle_lock:
             self._closed = True
             if self._caller is not None:
                 try:
@@ -176,12 +343,12 @@ class SyncQueueService(BlockingSends):
                     self._close_loop()
 
     def _close_loop(self) -> None:
-        if isinstance(caller := self._caller, LoopThread):  # else the loop is the host's
+        if isinstance(caller := self._caller, LoopThread):  # a hosted loop is left open
             self._caller = None
             caller.close()
 
     def __enter__(self) -> Self:
-        """``start``."""
+        """Start the service."""
         self.start()
         return self
 
@@ -191,75 +358,262 @@ class SyncQueueService(BlockingSends):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """``shutdown``."""
+        """Shut the service down."""
         self.shutdown()
 
     def pause(self, channel: Channel[T] | str) -> None:
-        """As ``QueueService.pause``."""
-        self._call(lambda: _later(self._service.pause, name_of(channel)))
+        """Stop starting handlers of a channel until ``resume``; running handlers continue.
+
+        Args:
+            channel: The channel or its name.
+
+        Raises:
+            QueueNotFound: This service does not consume the channel.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService, consume
+            >>> @consume("orders")
+            ... def place(order: int) -> None: ...
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> with service:
+            ...     service.pause("orders")
+            ...     service.health_check().consumers[0].state
+            'paused'
+        """
+        self._call(lambda: _call_in_loop(self._service.pause, name_of(channel)))
 
     def resume(self, channel: Channel[T] | str) -> None:
-        """As ``QueueService.resume``."""
-        self._call(lambda: _later(self._service.resume, name_of(channel)))
+        """Resume a channel that was paused by ``pause`` or by an ``Unavailable`` error.
+
+        Args:
+            channel: The channel or its name.
+
+        Raises:
+            QueueNotFound: This service does not consume the channel.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService, consume
+            >>> @consume("orders")
+            ... def place(order: int) -> None: ...
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> with service:
+            ...     service.pause("orders")
+            ...     service.resume("orders")
+            ...     service.health_check().consumers[0].state
+            'consuming'
+        """
+        self._call(lambda: _call_in_loop(self._service.resume, name_of(channel)))
 
     @property
     def connection_state(self) -> ConnectionState:
-        """Where the connection to the broker stands."""
+        """State of the connection to the broker.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> print(SyncQueueService(Settings(type="native")).connection_state)
+            disconnected
+        """
         return self._service.connection_state
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the chosen backend can do."""
+        """Features that the backend supports.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> bool(SyncQueueService(Settings(type="native")).capabilities.delay)
+            True
+        """
         return self._service.capabilities
 
     @property
     def ready(self) -> bool:
-        """Whether the service does its work."""
+        """Whether the service is running and connected, and every consumer is consuming or paused.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> SyncQueueService(Settings(type="native")).ready
+            False
+        """
         return self._service.ready
 
     def health_check(self) -> Health:
-        """As ``QueueService.health_check``."""
+        """Return the health of the connection and of each consumer.
+
+        Returns:
+            The status, the state of the connection, the last error and each consumer's health.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     service.health_check().status
+            'healthy'
+        """
         return self._service.health_check()
 
     def metrics(self) -> Metrics:
-        """As ``QueueService.metrics``."""
+        """Return the counters of this process, in total and for each channel.
+
+        Returns:
+            A snapshot of the counters.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     sent = service.send("orders", {"id": 1})
+            ...     service.metrics().messages_sent
+            1
+        """
         return self._service.metrics()
 
     def queues(self) -> list[str]:
-        """As ``QueueService.queues``."""
+        """List the names of all queues.
+
+        Returns:
+            The names without the prefix, sorted. If the broker cannot list queues, the queues that
+            this service uses.
+
+        Raises:
+            Unsupported: The backend cannot administer queues.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     sent = service.send("orders", {"id": 1})
+            ...     "orders" in service.queues()
+            True
+        """
         return self._call(self._service.queues)
 
     def stats(self, name: Channel[T] | str) -> QueueStats:
-        """As ``QueueService.stats``."""
+        """Return the figures of a queue, such as its depth.
+
+        Args:
+            name: The queue, as a ``Channel`` or by name.
+
+        Returns:
+            The figures that the broker reports, for all producers and consumers.
+
+        Raises:
+            QueueNotFound: There is no such queue.
+            Unsupported: The backend does not report figures.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     sent = service.send("orders", {"id": 1})
+            ...     service.stats("orders").depth
+            1
+        """
         return self._call(lambda: self._service.stats(name))
 
     def peek(self, name: Channel[T] | str, limit: int = 10) -> list[Message]:
-        """As ``QueueService.peek``."""
+        """Return the next messages of a queue without consuming them.
+
+        Args:
+            name: The queue, as a ``Channel`` or by name.
+            limit: The maximum number of messages. Default: 10.
+
+        Returns:
+            The messages in the order of delivery. Their bodies are encoded.
+
+        Raises:
+            QueueNotFound: There is no such queue.
+            Unsupported: The backend cannot peek.
+            ValueError: ``limit`` is less than 1.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     sent = service.send("orders", {"id": 1})
+            ...     [message.body for message in service.peek("orders")]
+            [b'{"id":1}']
+        """
         return self._call(lambda: self._service.peek(name, limit))
 
     def purge(self, name: Channel[T] | str) -> int:
-        """As ``QueueService.purge``."""
+        """Delete all messages of a queue that are not in flight.
+
+        Args:
+            name: The queue, as a ``Channel`` or by name.
+
+        Returns:
+            The number of deleted messages.
+
+        Raises:
+            QueueNotFound: There is no such queue.
+            Unsupported: The backend cannot purge.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     sent = service.send_many("orders", [1, 2, 3])
+            ...     service.purge("orders")
+            3
+        """
         return self._call(lambda: self._service.purge(name))
 
     def delete(self, name: Channel[T] | str) -> None:
-        """As ``QueueService.delete``."""
+        """Delete a queue with all its messages. The next send declares it again.
+
+        Args:
+            name: The queue, as a ``Channel`` or by name.
+
+        Raises:
+            QueueNotFound: There is no such queue.
+            Unsupported: The backend cannot delete queues.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     sent = service.send("orders", {"id": 1})
+            ...     service.delete("orders")
+            ...     "orders" in service.queues()
+            False
+        """
         self._call(lambda: self._service.delete(name))
 
     def dead_letters(self, name: Channel[T] | str) -> SyncDeadLetters:
-        """As ``QueueService.dead_letters``."""
+        """Return access to the dead letters of a channel.
+
+        Args:
+            name: The channel or its name.
+
+        Returns:
+            An object that lists, replays and purges the dead letters.
+
+        Raises:
+            Unsupported: The backend keeps no dead letters.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     service.dead_letters("orders").list()
+            []
+        """
         return SyncDeadLetters(self._service.dead_letters(name), self._call)
 
     def _in_loop(self, operation: str, work: Callable[[], Coroutine[object, object, R]]) -> R:
         return self._call(work)
 
     def _call(self, work: Callable[[], Coroutine[object, object, R]]) -> R:
-        """Create a coroutine in the loop, run it there and wait for its result."""
-        _outside_a_loop("a call")
+        """Run ``work`` in the event loop and wait for its result."""
+        _require_no_running_loop("a call")
         caller = self._caller
         if caller is None:
             raise LifecycleError(
-                "this service is not running: use `with service:` or service.start(), "
-                "and a new SyncQueueService after shutdown"
+                "this service is not running: use `with service:` or service.start(); after a "
+                "shutdown create a new SyncQueueService"
             )
         return caller.submit(work).result()
 
@@ -269,7 +623,20 @@ class _Call(Protocol):
 
 
 class SyncDeadLetters:
-    """``DeadLetters`` with plain calls."""
+    """Blocking access to the dead letters of one channel.
+
+    ``service.dead_letters(name)`` of a ``SyncQueueService`` returns it.
+
+    Args:
+        letters: The asynchronous access.
+        call: Runs a coroutine in the event loop and waits for its result.
+
+    Example:
+        >>> from qkit import Settings, SyncQueueService
+        >>> with SyncQueueService(Settings(type="native")) as service:
+        ...     service.dead_letters("orders").list()
+        []
+    """
 
     def __init__(self, letters: DeadLetters, call: _Call) -> None:
         self._letters = letters
@@ -283,7 +650,26 @@ class SyncDeadLetters:
         error: str | None = None,
         ids: Collection[str] | str | None = None,
     ) -> list[DeadLetter]:
-        """As ``DeadLetters.list``."""
+        """Return dead letters without removing them, oldest first.
+
+        Args:
+            limit: The maximum number of dead letters. Default: 100.
+            reason: Only dead letters with this reason; see ``Reason``.
+            error: Only dead letters whose error has this type, or this text in its message.
+            ids: Only dead letters of these message ids.
+
+        Returns:
+            The dead letters. The list is empty if the channel has none.
+
+        Raises:
+            ValueError: ``limit`` is less than 1.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     service.dead_letters("orders").list(error="TimeoutError")
+            []
+        """
         return self._call(lambda: self._letters.list(limit, reason=reason, error=error, ids=ids))
 
     def replay(
@@ -294,7 +680,27 @@ class SyncDeadLetters:
         error: str | None = None,
         limit: int | None = None,
     ) -> int:
-        """As ``DeadLetters.replay``."""
+        """Send dead letters back to their channel, oldest first; see ``DeadLetters.replay``.
+
+        Args:
+            ids: Only dead letters of these message ids. Default: all.
+            reason: Only dead letters with this reason; see ``Reason``.
+            error: Only dead letters whose error has this type, or this text in its message.
+            limit: The maximum number of dead letters. Default: no limit.
+
+        Returns:
+            The number of dead letters that were replayed.
+
+        Raises:
+            PartialSend: Some messages were not confirmed. Their dead letters are kept.
+            ValueError: ``limit`` is less than 1.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     service.dead_letters("orders").replay(error="TimeoutError")
+            0
+        """
         return self._call(
             lambda: self._letters.replay(ids, reason=reason, error=error, limit=limit)
         )
@@ -306,19 +712,34 @@ class SyncDeadLetters:
         reason: str | None = None,
         error: str | None = None,
     ) -> int:
-        """As ``DeadLetters.purge``."""
+        """Delete dead letters; see ``DeadLetters.purge``.
+
+        Args:
+            ids: Only dead letters of these message ids. Default: all.
+            reason: Only dead letters with this reason; see ``Reason``.
+            error: Only dead letters whose error has this type, or this text in its message.
+
+        Returns:
+            The number of dead letters that were deleted.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     service.dead_letters("orders").purge()
+            0
+        """
         return self._call(lambda: self._letters.purge(ids, reason=reason, error=error))
 
 
-def _outside_a_loop(operation: str) -> None:
+def _require_no_running_loop(operation: str) -> None:
     if running_loop() is None:
         return
     raise LifecycleError(
-        f"{operation} on a SyncQueueService inside a running event loop would block it: use "
-        "QueueService there",
+        f"{operation} on a SyncQueueService would block the running event loop: use QueueService "
+        "there",
         operation=operation,
     )
 
 
-async def _later(function: Callable[[str], None], argument: str) -> None:
+async def _call_in_loop(function: Callable[[str], None], argument: str) -> None:
     function(argument)

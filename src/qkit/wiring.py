@@ -22,7 +22,19 @@ __all__ = ["Wiring"]
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """One of each for a service; its producer, consumers and administration all get this."""
+    """The shared objects of a service, passed to its producer, consumers and administration.
+
+    Attributes:
+        backend: The backend.
+        settings: The settings of the service.
+        clock: The source of time.
+        registry: The declared channels and handlers.
+        counters: The counters of all channels.
+        events: The listeners.
+        routes: The routes of the channels.
+        connection: The state of the connection.
+        telemetry: Traces and metrics.
+    """
 
     backend: Backend
     settings: Settings
@@ -46,16 +58,16 @@ class Wiring:
         events: Events | None = None,
         middleware: Sequence[Middleware] = (),
     ) -> Self:
-        """Create what is not given.
+        """Return the wiring of a service, creating the objects that are not given.
 
         Args:
             backend: The backend.
             settings: The settings of the service.
-            clock: Tells the time.
-            registry: Channels and handlers; empty if left out.
-            counters: Counters of all channels; new if left out.
-            events: Listeners; none if left out.
-            middleware: Wrapped around every handler, the first outermost.
+            clock: The source of time.
+            registry: The declared channels and handlers. Default: none.
+            counters: The counters of all channels. Default: new counters.
+            events: The listeners. Default: none.
+            middleware: Functions wrapped around every handler call, the first outermost.
         """
         if registry is None:
             registry = Registry(queues=bool(backend.capabilities.queues))

@@ -1,4 +1,4 @@
-"""DeadlineTimer: many waits, one timer, each ended at its own time."""
+"""Deadlines: one timer for many waits, each of which ends at its own time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qkit.testing.clock import VirtualClock
 
 
 async def wait(deadlines: DeadlineTimer, clock: VirtualClock, seconds: float) -> float | None:
-    """When the wait expired, or ``None`` if it did not."""
+    """Wait for ``seconds``; return the time at which the deadline expired, or ``None``."""
     deadline = Deadline(deadlines)
     try:
         with deadline:
@@ -23,7 +23,7 @@ async def wait(deadlines: DeadlineTimer, clock: VirtualClock, seconds: float) ->
     return None
 
 
-async def test_each_wait_expires_at_its_own_time(clock: VirtualClock) -> None:
+async def test_each_deadline_expires_at_its_own_time(clock: VirtualClock) -> None:
     deadlines = DeadlineTimer(10)
     began = clock.monotonic()
     waits = []
@@ -34,15 +34,17 @@ async def test_each_wait_expires_at_its_own_time(clock: VirtualClock) -> None:
     assert [await item for item in waits] == [began + 10, began + 11.5, began + 14]
 
 
-async def test_a_wait_that_ends_in_time_is_left_alone(clock: VirtualClock) -> None:
+async def test_a_wait_that_ends_in_time_does_not_expire(clock: VirtualClock) -> None:
     deadlines = DeadlineTimer(10)
     late = asyncio.ensure_future(wait(deadlines, clock, 12))
     assert await wait(deadlines, clock, 3) is None
-    assert await wait(deadlines, clock, 9) is None  # begun later than the one that expires
+    assert (
+        await wait(deadlines, clock, 9) is None
+    )  # started later, so it may end after the first deadline
     assert await late is not None
 
 
-async def test_one_timer_serves_them_all_and_none_is_left(clock: VirtualClock) -> None:
+async def test_one_timer_serves_all_deadlines_and_none_remains(clock: VirtualClock) -> None:
     deadlines = DeadlineTimer(10)
     for _ in range(100):
         assert await wait(deadlines, clock, 0) is None
@@ -62,7 +64,9 @@ async def test_a_cancelled_wait_is_cancelled_and_not_expired(clock: VirtualClock
     assert not deadlines.open
 
 
-async def test_who_is_cancelled_and_late_at_once_is_cancelled(clock: VirtualClock) -> None:
+async def test_a_wait_that_expires_and_is_cancelled_at_the_same_time_is_cancelled(
+    clock: VirtualClock,
+) -> None:
     deadlines = DeadlineTimer(10)
     waiting = asyncio.ensure_future(wait(deadlines, clock, 60))
     await asyncio.sleep(0)
@@ -73,10 +77,10 @@ async def test_who_is_cancelled_and_late_at_once_is_cancelled(clock: VirtualCloc
         await waiting
 
 
-async def test_a_task_that_a_deadline_cancelled_is_not_left_cancelled(clock: VirtualClock) -> None:
+async def test_a_task_is_not_cancelled_after_its_deadline_expired(clock: VirtualClock) -> None:
     deadlines = DeadlineTimer(10)
     with Deadline(deadlines) as deadline, pytest.raises(asyncio.CancelledError):
-        await asyncio.sleep(60)  # swallowed: then there is nothing to raise
+        await asyncio.sleep(60)  # pytest.raises suppresses the cancellation
     assert deadline.expired
     task = asyncio.current_task()
     assert task is not None

@@ -1,4 +1,4 @@
-"""Logs as JSON: one valid line for each record, with its fields and its stack."""
+"""JSON logs: one valid line for each record, with its fields and its traceback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def record(message: str = "retrying %s", *args: object, **extra: object) -> logg
 
 
 @pytest.mark.proves("003-errors-5", "003-errors-6")
-def test_a_record_is_an_object_with_time_level_message_and_its_fields() -> None:
+def test_a_record_becomes_an_object_with_time_level_message_and_fields() -> None:
     written = line(record("retrying %s", "it", queue="orders", consumer="c", attempt=2))
     moment = datetime.fromisoformat(str(written.pop("timestamp")))
     assert moment.tzinfo is not None
@@ -43,7 +43,7 @@ def test_a_record_is_an_object_with_time_level_message_and_its_fields() -> None:
 
 
 @pytest.mark.proves("003-errors-6")
-def test_a_failure_carries_its_stack() -> None:
+def test_the_record_of_an_error_includes_its_traceback() -> None:
     failed = record("failed")
     try:
         raise ValueError("negative total")
@@ -54,23 +54,23 @@ def test_a_failure_carries_its_stack() -> None:
     assert stack.endswith("ValueError: negative total")
 
 
-def test_what_json_cannot_say_is_said_as_text() -> None:
+def test_values_that_json_does_not_support_become_text() -> None:
     assert line(record("x", error=ValueError("bad")))["error"] == "bad"
 
 
 @pytest.mark.parametrize("text", ["a\r\nINFO forged", "\0\x1b[2J", "caf\udcc3 \u2028", "ünï"])
-def test_nothing_in_a_text_breaks_the_line(text: str) -> None:
+def test_no_character_breaks_the_line(text: str) -> None:
     parsed = line(record("%s", text, queue=text))
     assert parsed["message"] == parsed["queue"] == text
 
 
-def test_the_library_is_silent_unless_the_program_sets_up_logging(
+def test_the_library_is_silent_unless_logging_is_configured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert any(isinstance(handler, logging.NullHandler) for handler in logger.handlers)
 
 
-def test_it_works_as_a_handlers_formatter() -> None:
+def test_the_formatter_works_in_a_log_handler() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())

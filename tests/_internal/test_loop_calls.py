@@ -1,4 +1,4 @@
-"""Calls into an event loop from another thread: results, errors, interrupts, and loops that end."""
+"""Calls into an event loop from another thread: results, errors, interrupts and closed loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", defau
 
 
 class LoopInAThread:
-    """A loop that a test may stop and close as it likes."""
+    """An event loop in a thread, which a test can stop and close."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -54,7 +54,7 @@ def _quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome_of(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    """Run it in a thread; what it returned or raised is in the list once the thread has ended."""
+    """Run a function in a thread; return the thread and a list that gets its result or error."""
     outcome: list[object] = []
 
     def run() -> None:
@@ -68,7 +68,7 @@ def outcome_of(work: Callable[[], object]) -> tuple[threading.Thread, list[objec
     return thread, outcome
 
 
-def test_the_coroutine_is_made_and_run_in_the_loop(other: LoopInAThread) -> None:
+def test_the_coroutine_is_created_and_run_in_the_loop(other: LoopInAThread) -> None:
     made: list[threading.Thread] = []
 
     async def answer() -> threading.Thread:
@@ -82,7 +82,7 @@ def test_the_coroutine_is_made_and_run_in_the_loop(other: LoopInAThread) -> None
     assert made == [other.thread]
 
 
-def test_errors_of_the_coroutine_reach_the_caller(other: LoopInAThread) -> None:
+def test_errors_in_the_coroutine_reach_the_caller(other: LoopInAThread) -> None:
     async def fail() -> None:
         raise KeyError("body")
 
@@ -95,7 +95,7 @@ def test_errors_of_the_coroutine_reach_the_caller(other: LoopInAThread) -> None:
         other.caller.submit(refuse).result()  # type: ignore[arg-type]
 
 
-def test_a_time_out_of_the_coroutine_is_no_time_out_of_the_wait(other: LoopInAThread) -> None:
+def test_a_timeout_error_in_the_coroutine_is_raised_unchanged(other: LoopInAThread) -> None:
     async def late() -> None:
         await asyncio.sleep(0.1)
         raise TimeoutError("the broker was slow")
@@ -104,7 +104,7 @@ def test_a_time_out_of_the_coroutine_is_no_time_out_of_the_wait(other: LoopInATh
         other.caller.submit(late).result()
 
 
-def test_it_runs_in_a_copy_of_the_callers_context(other: LoopInAThread) -> None:
+def test_the_task_runs_in_a_copy_of_the_context_of_the_caller(other: LoopInAThread) -> None:
     async def look() -> str:
         seen = variable.get()
         variable.set("changed in the loop")
@@ -115,17 +115,17 @@ def test_it_runs_in_a_copy_of_the_callers_context(other: LoopInAThread) -> None:
     assert variable.get() == "the caller's"
 
 
-def test_a_closed_loop_is_refused_and_makes_no_coroutine(other: LoopInAThread) -> None:
+def test_a_closed_loop_raises_and_creates_no_coroutine(other: LoopInAThread) -> None:
     other.close()
 
     def work() -> object:
-        pytest.fail("it was called")
+        pytest.fail("the function was called")
 
-    with pytest.raises(LifecycleError, match="ended before this call was done"):
+    with pytest.raises(LifecycleError, match="stopped before this call ended"):
         other.caller.submit(work)  # type: ignore[arg-type]
 
 
-def test_a_loop_that_is_closed_wakes_the_thread_that_waits_for_it(other: LoopInAThread) -> None:
+def test_closing_the_loop_wakes_a_waiting_thread(other: LoopInAThread) -> None:
     begun = threading.Event()
 
     async def never() -> None:
@@ -142,18 +142,18 @@ def test_a_loop_that_is_closed_wakes_the_thread_that_waits_for_it(other: LoopInA
     assert not thread.is_alive()
     assert isinstance(outcome[0], LifecycleError)
     assert "may or may not have arrived" in str(outcome[0])
-    for task in tasks:  # as asyncio.run would have done; else it is destroyed while pending
+    for task in tasks:  # asyncio would log the pending task
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         task.get_coro().close()
 
 
-def test_a_loop_that_ends_before_it_begins_with_the_call_wakes_the_thread(
+def test_a_loop_that_ends_before_the_call_starts_wakes_the_thread(
     other: LoopInAThread,
 ) -> None:
     other.stop()
 
     def work() -> object:
-        pytest.fail("it was called")
+        pytest.fail("the function was called")
 
     call: LoopCall[object] = other.caller.submit(work)  # type: ignore[arg-type]
     thread, outcome = outcome_of(call.result)
@@ -162,7 +162,7 @@ def test_a_loop_that_ends_before_it_begins_with_the_call_wakes_the_thread(
     assert isinstance(outcome[0], LifecycleError)
 
 
-def test_a_loop_that_stays_stopped_wakes_the_thread_and_the_call_is_never_begun(
+def test_a_loop_that_stays_stopped_wakes_the_thread_and_never_starts_the_call(
     other: LoopInAThread,
 ) -> None:
     other.stop()
@@ -171,13 +171,13 @@ def test_a_loop_that_stays_stopped_wakes_the_thread_and_the_call_is_never_begun(
     async def work() -> None:
         begun.append(True)
 
-    with pytest.raises(LifecycleError, match="ended before this call was done"):
+    with pytest.raises(LifecycleError, match="stopped before this call ended"):
         other.caller.submit(work).result()
     other.loop.run_until_complete(asyncio.sleep(0.01))
     assert begun == []
 
 
-def test_a_loop_that_is_stopped_for_a_moment_answers_later(
+def test_a_call_survives_a_short_stop_of_the_loop(
     other: LoopInAThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "STOPPED_LOOP_CHECKS", 1_000)
@@ -195,14 +195,14 @@ def test_a_loop_that_is_stopped_for_a_moment_answers_later(
     assert outcome == [7]
 
 
-def test_a_cancelled_task_is_a_lifecycle_error(other: LoopInAThread) -> None:
+def test_a_cancelled_task_raises_a_lifecycle_error(other: LoopInAThread) -> None:
     async def cancelled() -> None:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
         await asyncio.sleep(0)
 
-    with pytest.raises(LifecycleError, match="shut down before this call was done"):
+    with pytest.raises(LifecycleError, match="shut down before this call ended"):
         other.caller.submit(cancelled).result()
 
 
@@ -231,7 +231,7 @@ def test_an_interrupt_cancels_the_task(
     assert cancelled.wait(60)
 
 
-def test_a_task_that_fails_after_its_caller_was_interrupted_is_not_reported_as_forgotten(
+def test_an_error_after_an_interrupt_is_not_logged_by_asyncio(
     other: LoopInAThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun, ended = threading.Event(), threading.Event()
@@ -242,7 +242,7 @@ def test_a_task_that_fails_after_its_caller_was_interrupted_is_not_reported_as_f
             await asyncio.get_running_loop().create_future()
         finally:
             asyncio.get_running_loop().call_later(0.01, ended.set)
-            raise ValueError("it failed in its cleaning up")
+            raise ValueError("the cleanup failed")
 
     def interrupted(self: object, timeout: float | None = None) -> object:
         assert begun.wait(60)
@@ -258,13 +258,13 @@ def test_a_task_that_fails_after_its_caller_was_interrupted_is_not_reported_as_f
     assert caplog.records == []
 
 
-def test_a_forked_process_is_refused_at_once(
+def test_a_call_in_a_forked_process_raises_immediately(
     other: LoopInAThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work() -> object:
-        pytest.fail("it was called")
+        pytest.fail("the function was called")
 
     own = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: own + 1)
-    with pytest.raises(LifecycleError, match=f"runs in process {own} and this is its fork"):
+    with pytest.raises(LifecycleError, match=f"runs in process {own}, and its event loop"):
         other.caller.submit(work)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""An event loop in a thread: calls, and how it ends."""
+"""Event loop in its own thread: calls, closing, forks and interrupts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def forever(begun: threading.Event) -> None:
 
 
 def failing_call(loop: LoopThread, begun: threading.Event) -> tuple[threading.Thread, list[object]]:
-    """Make a call that waits in a thread; the list gets its error."""
+    """Start an endless call in a thread; return the thread and a list that receives the error."""
     errors: list[object] = []
 
     def call() -> None:
@@ -63,7 +63,7 @@ def test_calls_run_in_one_loop_in_a_daemon_thread(loop: LoopThread) -> None:
     assert (thread.name, thread.daemon) == (NAME, True)
 
 
-def test_an_error_of_the_coroutine_reaches_the_caller(loop: LoopThread) -> None:
+def test_an_error_in_the_coroutine_reaches_the_caller(loop: LoopThread) -> None:
     async def fail() -> None:
         raise ValueError("no")
 
@@ -71,40 +71,40 @@ def test_an_error_of_the_coroutine_reaches_the_caller(loop: LoopThread) -> None:
         loop.call(fail)
 
 
-def test_close_ends_a_call_that_waits(loop: LoopThread) -> None:
+def test_close_ends_a_waiting_call(loop: LoopThread) -> None:
     begun = threading.Event()
     thread, errors = failing_call(loop, begun)
     assert begun.wait(10)
     loop.close()
     thread.join(10)
     assert isinstance(errors[0], LifecycleError)
-    assert "before this call was done" in str(errors[0])
+    assert "before this call ended" in str(errors[0])
 
 
-def test_a_call_that_was_accepted_before_close_gets_a_result(loop: LoopThread) -> None:
+def test_close_ends_an_accepted_call_that_has_not_started(loop: LoopThread) -> None:
     gate = threading.Event()
-    loop.loop.call_soon_threadsafe(gate.wait, 10)  # the loop is busy: nothing begins
+    loop.loop.call_soon_threadsafe(gate.wait, 10)  # the loop is blocked, so no call starts
     call = loop.submit(lambda: forever(threading.Event()))
     closing = threading.Thread(target=loop.close)
     closing.start()
     gate.set()
     closing.join(10)
-    with pytest.raises(LifecycleError, match="before this call was done"):
+    with pytest.raises(LifecycleError, match="before this call ended"):
         call.result()
 
 
-def test_after_close_calls_are_refused_and_make_no_coroutine(loop: LoopThread) -> None:
+def test_a_call_after_close_raises_and_creates_no_coroutine(loop: LoopThread) -> None:
     loop.close()
     loop.close()
 
     def work() -> object:
-        pytest.fail("it was called")
+        pytest.fail("the function was called")
 
-    with pytest.raises(LifecycleError, match="before this call began"):
+    with pytest.raises(LifecycleError, match="before this call started"):
         loop.call(work)  # type: ignore[arg-type]
 
 
-def test_threads_that_close_it_at_once_all_return(loop: LoopThread) -> None:
+def test_concurrent_calls_to_close_all_return(loop: LoopThread) -> None:
     threads = [threading.Thread(target=loop.close) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -114,7 +114,7 @@ def test_threads_that_close_it_at_once_all_return(loop: LoopThread) -> None:
     assert loop_threads() == 0
 
 
-def test_a_task_that_ignores_its_cancellation_does_not_hold_up_the_end(
+def test_close_does_not_wait_for_a_task_that_ignores_its_cancellation(
     loop: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOOP_DRAIN_SECONDS", 0.01)
@@ -137,7 +137,7 @@ def test_a_task_that_ignores_its_cancellation_does_not_hold_up_the_end(
     loop.close()
     assert loop_threads() == 0
     assert not tasks[0].done()
-    tasks[0]._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would log it
+    tasks[0]._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would log the pending task
     tasks.clear()
     gc.collect()
 
@@ -161,8 +161,8 @@ def test_asynchronous_generators_are_closed(loop: LoopThread) -> None:
     assert ended == [NAME]
 
 
-def test_a_system_without_threads_leaves_no_loop_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
+def test_the_loop_is_closed_if_the_thread_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     made: list[asyncio.AbstractEventLoop] = []
@@ -173,21 +173,21 @@ def test_a_system_without_threads_leaves_no_loop_open(monkeypatch: pytest.Monkey
         return made[-1]
 
     monkeypatch.setattr(asyncio, "new_event_loop", recorded)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RuntimeError, match="can't start"):
         LoopThread(NAME)
     assert made[0].is_closed()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not available")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_in_a_forked_process_calls_are_refused_and_close_returns(loop: LoopThread) -> None:
-    with loop._entry:  # as if another thread made a call at this moment
+def test_in_a_forked_process_calls_raise_and_close_returns(loop: LoopThread) -> None:
+    with loop._entry:  # as during a call from another thread
         child = os.fork()
-        if child == 0:  # nothing of pytest may run here
+        if child == 0:  # the child must not continue with pytest
             code = 3
             try:
-                signal.alarm(20)  # a deadlock ends the child
+                signal.alarm(20)  # ends the child after a deadlock
                 loop.call(lambda: asyncio.sleep(0))
             except LifecycleError as error:
                 loop.close()
@@ -205,7 +205,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_process_ends_although_the_loop_was_never_closed() -> None:
+def test_a_process_ends_even_if_the_loop_was_never_closed() -> None:
     done = run(
         "import asyncio\n"
         "from qkit._internal.loop_thread import LoopThread\n"
@@ -216,7 +216,7 @@ def test_a_process_ends_although_the_loop_was_never_closed() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_interrupt_cancels_the_call_and_the_loop_goes_on() -> None:
+def test_an_interrupt_cancels_the_call_and_keeps_the_loop_running() -> None:
     done = run(
         "import asyncio, os, signal\n"
         "from qkit._internal.loop_thread import LoopThread\n"
@@ -231,13 +231,13 @@ def test_an_interrupt_cancels_the_call_and_the_loop_goes_on() -> None:
         "    try:\n"
         "        loop.call(wait)\n"
         "    except KeyboardInterrupt:\n"
-        "        print(loop.call(lambda: asyncio.sleep(0, 'goes on')))\n"
+        "        print(loop.call(lambda: asyncio.sleep(0, 'continues')))\n"
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == ["cancelled", "goes on"]  # from two threads
+    assert sorted(done.stdout.splitlines()) == ["cancelled", "continues"]  # printed by two threads
 
 
-def test_an_interrupt_during_close_leaves_nothing_to_do_but_close_again() -> None:
+def test_close_can_be_called_again_after_an_interrupt() -> None:
     done = run(
         "import asyncio, os, signal, threading\n"
         "from qkit._internal.loop_thread import LoopThread\n"

@@ -1,4 +1,4 @@
-"""Backoff, the policy for failing handlers, and persistence against a broken connection."""
+"""Backoff, the retry policy of handlers, and retries after connection failures."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ PLAIN = Backoff(initial=1.0, multiplier=2.0, maximum=60.0)
 
 
 @pytest.mark.proves("003-retry-2", "003-retry-9", "003-retry-10")
-def test_waits_grow_exponentially_up_to_the_maximum() -> None:
+def test_delays_grow_exponentially_up_to_the_maximum() -> None:
     assert [PLAIN.after(n) for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 @pytest.mark.parametrize("failures", [100, 5_000, 10**6])
-def test_a_very_long_row_of_failures_waits_the_maximum(failures: int) -> None:
+def test_after_very_many_failures_the_delay_is_the_maximum(failures: int) -> None:
     assert PLAIN.after(failures) == 60.0
 
 
-def test_no_failure_counts_as_the_first() -> None:
+def test_zero_failures_count_as_one() -> None:
     assert PLAIN.after(0) == PLAIN.after(1) == 1.0
 
 
-def test_a_multiplier_of_one_waits_evenly() -> None:
+def test_a_multiplier_of_one_gives_equal_delays() -> None:
     assert [Backoff(initial=0.5, multiplier=1.0).after(n) for n in (1, 2, 9)] == [0.5] * 3
 
 
-def test_an_initial_wait_beyond_the_maximum_is_cut() -> None:
+def test_an_initial_delay_above_the_maximum_is_limited() -> None:
     assert Backoff(initial=10.0, maximum=3.0).after(1) == 3.0
 
 
-def test_without_an_initial_wait_there_is_none() -> None:
+def test_an_initial_delay_of_zero_gives_no_delay() -> None:
     assert Backoff(initial=0.0).after(5) == 0.0
 
 
-def test_jitter_is_never_early_and_at_most_its_fraction_late() -> None:
+def test_jitter_adds_at_most_its_fraction() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -58,33 +58,33 @@ def policy(**options: object) -> RetryPolicy:
     return RetryPolicy(**{"max_attempts": 3, "backoff": PLAIN, **options})  # type: ignore[arg-type]
 
 
-def test_a_failure_waits_by_its_attempt_until_attempts_run_out() -> None:
+def test_the_delay_grows_until_the_last_attempt() -> None:
     assert [policy().wait(ValueError(), attempt=n) for n in (1, 2, 3, 4)] == [1, 2, None, None]
 
 
-def test_only_named_errors_are_retried() -> None:
+def test_only_errors_in_retry_on_are_retried() -> None:
     choosy = policy(retry_on=(OSError,))
     assert choosy.wait(ConnectionError(), attempt=1) == 1
     assert choosy.wait(ValueError(), attempt=1) is None
 
 
-def test_errors_named_final_are_final_even_if_they_are_to_be_retried() -> None:
+def test_dead_on_takes_precedence_over_retry_on() -> None:
     strict = policy(retry_on=(Exception,), dead_on=(ConnectionError,))
     assert strict.wait(ConnectionResetError(), attempt=1) is None
     assert strict.wait(OSError(), attempt=1) == 1
 
 
-def test_the_delay_that_a_handler_asks_for_wins_within_the_attempts() -> None:
+def test_a_delay_set_by_the_handler_replaces_the_backoff() -> None:
     assert policy().wait(Retry(), attempt=1, asked=7.5) == 7.5
     assert policy().wait(Retry(), attempt=2, asked=0.0) == 0.0
     assert policy().wait(Retry(), attempt=3, asked=7.5) is None
 
 
-def test_an_asked_for_retry_is_one_whatever_retry_on_names() -> None:
+def test_an_explicit_retry_does_not_need_retry_on() -> None:
     assert policy(retry_on=(OSError,)).wait(Retry(), attempt=2) == 2
 
 
-async def test_persist_tries_until_the_connection_works(virtual_clock: VirtualClock) -> None:
+async def test_a_call_is_retried_until_the_connection_works(virtual_clock: VirtualClock) -> None:
     outcomes: list[object] = [BackendUnavailable("a"), BackendUnavailable("b"), "done"]
     times: list[float] = []
     noted: list[QueueError] = []
@@ -102,7 +102,7 @@ async def test_persist_tries_until_the_connection_works(virtual_clock: VirtualCl
 
 
 @pytest.mark.parametrize("error", [CircuitOpen("open"), QueueFull("full"), ValueError("no")])
-async def test_persist_leaves_everything_else_to_the_caller(error: Exception) -> None:
+async def test_other_errors_are_not_retried(error: Exception) -> None:
     calls = 0
 
     async def call() -> None:
@@ -112,13 +112,13 @@ async def test_persist_leaves_everything_else_to_the_caller(error: Exception) ->
 
     with pytest.raises(type(error)) as caught:
         await retry_while_unavailable(
-            call, backoff=PLAIN, on_failure=lambda _: pytest.fail("noted")
+            call, backoff=PLAIN, on_failure=lambda _: pytest.fail("retried")
         )
     assert caught.value is error
     assert calls == 1
 
 
-async def test_persist_ends_with_the_callers_deadline(virtual_clock: VirtualClock) -> None:
+async def test_retries_end_at_the_deadline_of_the_caller(virtual_clock: VirtualClock) -> None:
     async def call() -> None:
         raise BackendUnavailable("down")
 

@@ -1,4 +1,4 @@
-"""Signals: the first drains, the second forces. Most run in processes of their own."""
+"""Signals: the first drains, the second forces an exit. Most tests use separate processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Worker:
-    """A process of ``tests.support.worker`` and what it says."""
+    """A process that runs ``tests.support.worker``, and its output."""
 
     def __init__(self, mode: str) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in end()
@@ -41,20 +41,20 @@ class Worker:
         self._output = self.process.stdout
 
     def lines_until(self, word: str, count: int = 1) -> list[str]:
-        """Its lines up to the one that says ``word`` for the ``count``th time."""
+        """Return the lines up to and including the ``count``-th that starts with ``word``."""
         found: list[str] = []
         for line in self._output:
             found.append(line.strip())
             count -= line.startswith(word)
             if count == 0:
                 return found
-        pytest.fail(f"it ended without saying {word!r}: {self.errors()}")
+        pytest.fail(f"the worker ended without printing {word!r}: {self.errors()}")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
     def rest(self) -> tuple[list[str], float]:
-        """Its last lines, once it has ended, and how long that took."""
+        """Wait until the process ends; return the remaining lines and the seconds this took."""
         began = time.monotonic()
         lines = self._output.read().split("\n")
         self.process.wait()
@@ -80,12 +80,12 @@ def worker(mode: str) -> Iterator[Worker]:
         running.end()
 
 
-def of(lines: list[str], word: str) -> list[str]:
+def values_of(lines: list[str], word: str) -> list[str]:
     return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
 
 
 def drain_under_load(mode: str, number: signal.Signals, seed: int) -> None:
-    """One round: nothing acknowledged is lost, nothing runs twice, and it ends well in time."""
+    """Signal a busy worker; check that it ends in time and loses or repeats no message."""
     dice = random.Random(seed)
     print(f"{mode} {number.name} seed {seed}")
     with worker(mode) as running:
@@ -95,14 +95,18 @@ def drain_under_load(mode: str, number: signal.Signals, seed: int) -> None:
         rest, took = running.rest()
         code, errors = running.process.returncode, running.errors()
     lines += rest
-    sent, begun, ended = of(lines, "sent"), of(lines, "begin"), of(lines, "end")
+    sent, begun, ended = (
+        values_of(lines, "sent"),
+        values_of(lines, "begin"),
+        values_of(lines, "end"),
+    )
     assert code == 0, errors
     assert errors == ""
     assert took < 20
     assert Counter(begun) == Counter(ended)
     assert max(Counter(ended).values()) == 1
     assert set(ended) <= set(sent)
-    (left,) = of(lines, "left")
+    (left,) = values_of(lines, "left")
     assert len(sent) == len(ended) + int(left)
 
 
@@ -121,9 +125,9 @@ def test_a_signal_under_load_drains(mode: str, number: signal.Signals) -> None:
 
 @pytest.mark.torture
 @pytest.mark.timeout(600)
-def test_fifty_signals_under_load() -> None:
-    for turn in range(50):
-        mode, number = ROUNDS[turn % len(ROUNDS)]
+def test_fifty_signals_under_load_all_drain() -> None:
+    for index in range(50):
+        mode, number = ROUNDS[index % len(ROUNDS)]
         drain_under_load(mode, number, random.randrange(2**32))
 
 
@@ -139,8 +143,8 @@ STUCK = {
 
 
 @pytest.fixture(scope="module")
-def stuck_workers() -> Iterator[dict[str, Worker]]:
-    """All at once: each only waits for its signals, and they take long to start."""
+def blocked_workers() -> Iterator[dict[str, Worker]]:
+    """Start all workers together, because starting is slow and they only wait for signals."""
     workers = {mode: Worker(mode) for mode in STUCK}
     yield workers
     for running in workers.values():
@@ -148,13 +152,13 @@ def stuck_workers() -> Iterator[dict[str, Worker]]:
 
 
 @pytest.mark.parametrize(("mode", "code"), STUCK.items())
-def test_a_second_signal_ends_it_within_two_seconds(
-    stuck_workers: dict[str, Worker], mode: str, code: int
+def test_a_second_signal_ends_the_process_within_two_seconds(
+    blocked_workers: dict[str, Worker], mode: str, code: int
 ) -> None:
-    running = stuck_workers[mode]
+    running = blocked_workers[mode]
     running.lines_until("begin")
     running.signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):  # the first one waits for the handler
+    with pytest.raises(subprocess.TimeoutExpired):  # the drain waits for the handler
         running.process.wait(0.3)
     running.signal(signal.SIGTERM)
     rest, took = running.rest()
@@ -165,14 +169,14 @@ def test_a_second_signal_ends_it_within_two_seconds(
         assert any(line.startswith("ended") for line in rest)
 
 
-def test_the_first_signal_gives_a_sync_service_time_to_drain() -> None:
+def test_a_sync_service_drains_after_the_first_signal() -> None:
     with worker("sync:work") as running:
         running.lines_until("begin")
         running.signal(signal.SIGTERM)
         rest, _ = running.rest()
         assert running.process.returncode == 0, running.errors()
     assert "abandoned 0" in rest
-    assert "ended True" in rest  # and the previous handler is back
+    assert "ended True" in rest  # the previous signal handler is restored
 
 
 # -- in this process -------------------------------------------------------------------------
@@ -180,7 +184,7 @@ def test_the_first_signal_gives_a_sync_service_time_to_drain() -> None:
 
 @pytest.fixture
 def previous() -> Iterator[list[int]]:
-    """A handler of the program's own, set before and expected after."""
+    """Install signal handlers as an application would; restore the old ones afterwards."""
     caught: list[int] = []
     old = {
         number: signal.signal(number, lambda number, _: caught.append(number))
@@ -196,7 +200,7 @@ async def test_handlers_are_restored_after_a_run(previous: list[int]) -> None:
     service = QueueService(Settings(type="native"))
     running = asyncio.create_task(service.run())
     await asyncio.sleep(0)
-    while signal.getsignal(signal.SIGTERM) == before[0]:  # noqa: ASYNC110  # no event tells
+    while signal.getsignal(signal.SIGTERM) == before[0]:  # noqa: ASYNC110  # no event to await
         await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     await running
@@ -206,29 +210,29 @@ async def test_handlers_are_restored_after_a_run(previous: list[int]) -> None:
     assert previous == [signal.SIGTERM]
 
 
-async def test_the_first_and_the_second_signal_are_told_apart_by_count(
+async def test_the_first_and_second_signal_call_different_functions(
     previous: list[int],
 ) -> None:
-    told: list[str] = []
+    calls: list[str] = []
     with handle_signals(
         asyncio.get_running_loop(),
-        lambda name: told.append(f"first {name}"),
-        lambda name: told.append(f"second {name}"),
+        lambda name: calls.append(f"first {name}"),
+        lambda name: calls.append(f"second {name}"),
     ):
         os.kill(os.getpid(), signal.SIGINT)
-        assert told == []  # nothing runs inside the signal handler itself
+        assert calls == []  # nothing runs inside the signal handler
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)  # a third changes nothing
+        os.kill(os.getpid(), signal.SIGINT)  # a third signal has no effect
         await asyncio.sleep(0)
-        assert told == ["first SIGINT", "second SIGTERM"]
+        assert calls == ["first SIGINT", "second SIGTERM"]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     os.kill(os.getpid(), signal.SIGTERM)
     assert previous == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-async def test_after_the_second_a_blocked_loop_gets_a_moment(
+async def test_after_the_second_signal_a_blocked_loop_has_a_grace_period(
     previous: list[int], monkeypatch: pytest.MonkeyPatch, in_time: bool
 ) -> None:
     killed: list[tuple[int, int]] = []
@@ -261,16 +265,16 @@ async def test_after_the_second_a_blocked_loop_gets_a_moment(
     assert killed == ([] if in_time else [(os.getpid(), signal.SIGTERM)])
 
 
-def test_a_signal_that_finds_the_loop_closed_is_no_error(previous: list[int]) -> None:
+def test_a_signal_after_the_loop_closed_is_ignored(previous: list[int]) -> None:
     loop = asyncio.new_event_loop()
     loop.close()
-    told: list[str] = []
-    with handle_signals(loop, told.append, told.append):
+    calls: list[str] = []
+    with handle_signals(loop, calls.append, calls.append):
         os.kill(os.getpid(), signal.SIGTERM)
-    assert told == []
+    assert calls == []
 
 
-def test_a_handler_that_python_did_not_set_is_replaced_by_the_default(
+def test_a_handler_not_set_by_python_is_replaced_by_the_default(
     previous: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = signal.signal
@@ -285,7 +289,7 @@ def test_a_handler_that_python_did_not_set_is_replaced_by_the_default(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_outside_the_main_thread_signals_are_left_alone(previous: list[int]) -> None:
+def test_outside_the_main_thread_signal_handlers_are_unchanged(previous: list[int]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     inside: list[object] = []
     loop = asyncio.new_event_loop()

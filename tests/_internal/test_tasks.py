@@ -1,4 +1,4 @@
-"""Tasks that must come to their end."""
+"""Helpers that cancel tasks and wait for them, or run a coroutine to completion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_a_task_that_swallows_its_cancellation_is_cancelled_again() -> Non
     assert swallowed == 2
 
 
-async def test_tasks_that_ended_in_any_way_are_no_matter() -> None:
+async def test_finished_tasks_are_ignored() -> None:
     async def fails() -> None:
         raise ValueError
 
@@ -42,7 +42,7 @@ async def test_tasks_that_ended_in_any_way_are_no_matter() -> None:
     assert isinstance(done[1].exception(), ValueError)
 
 
-async def test_whoever_waits_for_the_end_can_be_cancelled() -> None:
+async def test_cancel_and_wait_can_be_cancelled() -> None:
     async def waits() -> None:
         try:
             await asyncio.sleep(60)
@@ -59,7 +59,7 @@ async def test_whoever_waits_for_the_end_can_be_cancelled() -> None:
     assert task.cancelled()
 
 
-async def test_work_comes_to_its_end_although_its_caller_was_cancelled() -> None:
+async def test_run_to_completion_finishes_after_its_caller_was_cancelled() -> None:
     steps: list[str] = []
 
     async def work() -> None:
@@ -76,7 +76,9 @@ async def test_work_comes_to_its_end_although_its_caller_was_cancelled() -> None
     assert steps == ["begun", "done"]
 
 
-async def test_its_result_and_its_error_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
+async def test_run_to_completion_returns_the_result_or_raises_the_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def fails() -> None:
         await asyncio.sleep(0.01)
         raise ValueError("no")

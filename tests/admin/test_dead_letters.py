@@ -1,4 +1,4 @@
-"""Dead letters: list, filter, replay and purge; also those that the engine makes by itself."""
+"""Dead letters: list, filter, replay and purge, including those that the engine writes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from qkit.testing.clock import VirtualClock
 from tests.support.faulty import FaultyBackend
 
 
-class Clerk:
-    """A handler of orders that fails as told and remembers what it saw."""
+class FailingHandler:
+    """A handler of orders that fails on demand and records its messages."""
 
     def __init__(self) -> None:
         self.failing: Callable[[int], Exception | None] = lambda body: None
@@ -61,12 +61,14 @@ def backend_of(service: QueueService) -> FaultyBackend:
     return backend
 
 
-async def test_what_failed_is_listed_with_its_reason_and_error(
+async def test_dead_letters_are_listed_with_reason_and_error(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk()
-    clerk.failing = lambda body: [ValueError("negative total"), Reject("not ours"), None][body]
-    async with make(virtual_clock, clerk) as service:
+    failing_handler = FailingHandler()
+    failing_handler.failing = lambda body: [ValueError("negative total"), Reject("not ours"), None][
+        body
+    ]
+    async with make(virtual_clock, failing_handler) as service:
         sent = await service.send_many("orders", [0, 1, 2], headers={"tenant": "acme"})
         await backend_of(service).publish("orders", [Envelope("their-id", b"no json")])
         await virtual_clock.advance(1)
@@ -88,10 +90,10 @@ async def test_what_failed_is_listed_with_its_reason_and_error(
     assert failed.first_failed_at == failed.last_failed_at
 
 
-async def test_first_and_last_failure_are_told_apart(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk()
-    clerk.failing = lambda body: ValueError("no")
-    async with make(virtual_clock, clerk, retry={"jitter": 0}) as service:
+async def test_first_and_last_failure_have_different_times(virtual_clock: VirtualClock) -> None:
+    failing_handler = FailingHandler()
+    failing_handler.failing = lambda body: ValueError("no")
+    async with make(virtual_clock, failing_handler, retry={"jitter": 0}) as service:
         await service.send("orders", 1)
         await virtual_clock.advance(60)
         (letter,) = await service.dead_letters("orders").list()
@@ -99,8 +101,10 @@ async def test_first_and_last_failure_are_told_apart(virtual_clock: VirtualClock
     assert letter.last_failed_at - letter.first_failed_at == pytest.approx(3.0)
 
 
-async def failed_orders(service: QueueService, clerk: Clerk, clock: VirtualClock) -> list[str]:
-    """Six dead letters: three ValueErrors, two KeyErrors, one rejected."""
+async def failed_orders(
+    service: QueueService, failing_handler: FailingHandler, clock: VirtualClock
+) -> list[str]:
+    """Create six dead letters: three ValueErrors, two KeyErrors and one rejection."""
     errors = [
         ValueError("a"),
         KeyError("b"),
@@ -109,11 +113,11 @@ async def failed_orders(service: QueueService, clerk: Clerk, clock: VirtualClock
         KeyError("a"),
         ValueError(),
     ]
-    clerk.failing = lambda body: errors[body]
+    failing_handler.failing = lambda body: errors[body]
     sent = await service.send_many("orders", range(6))
     await clock.advance(1)
-    clerk.failing = lambda body: None
-    clerk.seen.clear()
+    failing_handler.failing = lambda body: None
+    failing_handler.seen.clear()
     return [item.message_id for item in sent]
 
 
@@ -132,67 +136,69 @@ async def failed_orders(service: QueueService, clerk: Clerk, clock: VirtualClock
         ({"ids": []}, []),
     ],
 )
-async def test_filters_choose_what_is_listed_and_what_is_replayed(
+async def test_filters_select_the_dead_letters_to_list_and_replay(
     virtual_clock: VirtualClock, filters: dict[str, Any], places: list[int]
 ) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk) as service:
-        ids = await failed_orders(service, clerk, virtual_clock)
+    failing_handler = FailingHandler()
+    async with make(virtual_clock, failing_handler) as service:
+        ids = await failed_orders(service, failing_handler, virtual_clock)
         letters = service.dead_letters("orders")
         listed = await letters.list(**filters)
         assert [letter.message_id for letter in listed] == [ids[place] for place in places]
-        assert len(await letters.list()) == 6  # looking takes nothing away
+        assert len(await letters.list()) == 6  # listing removes nothing
         assert await letters.replay(**filters) == len(places)
         await virtual_clock.advance(1)
-        assert sorted(message.id for message in clerk.seen) == sorted(
+        assert sorted(message.id for message in failing_handler.seen) == sorted(
             ids[place] for place in places
         )
         assert len(await letters.list()) == 6 - len(places)
 
 
-async def test_single_messages_are_chosen_by_id(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk) as service:
-        ids = await failed_orders(service, clerk, virtual_clock)
+async def test_dead_letters_can_be_selected_by_id(virtual_clock: VirtualClock) -> None:
+    failing_handler = FailingHandler()
+    async with make(virtual_clock, failing_handler) as service:
+        ids = await failed_orders(service, failing_handler, virtual_clock)
         letters = service.dead_letters("orders")
         assert [letter.message_id for letter in await letters.list(ids=ids[1])] == [ids[1]]
         assert await letters.replay([ids[1], ids[4], "no such id"]) == 2
         assert await letters.replay(ids[2]) == 1
         assert await letters.replay(ids[2]) == 0
         await virtual_clock.advance(1)
-        assert {message.id for message in clerk.seen} == {ids[1], ids[2], ids[4]}
+        assert {message.id for message in failing_handler.seen} == {ids[1], ids[2], ids[4]}
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-async def test_a_limit_below_one_is_refused_not_taken_for_all(
-    virtual_clock: VirtualClock, limit: int
-) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk) as service:
-        await failed_orders(service, clerk, virtual_clock)
+async def test_a_limit_below_one_is_rejected(virtual_clock: VirtualClock, limit: int) -> None:
+    failing_handler = FailingHandler()
+    async with make(virtual_clock, failing_handler) as service:
+        await failed_orders(service, failing_handler, virtual_clock)
         letters = service.dead_letters("orders")
-        with pytest.raises(ValueError, match="ask for one or more"):
+        with pytest.raises(ValueError, match="must be at least 1"):
             await letters.list(limit)
-        with pytest.raises(ValueError, match="ask for one or more"):
+        with pytest.raises(ValueError, match="must be at least 1"):
             await letters.replay(limit=limit)
         assert len(await letters.list()) == 6
 
 
-async def test_a_replayed_message_is_the_same_at_attempt_one(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk()
-    clerk.failing = lambda body: ValueError("no")
-    async with make(virtual_clock, clerk, retry={"jitter": 0}, prefix="staging.") as service:
+async def test_a_replayed_message_keeps_its_id_and_starts_at_attempt_one(
+    virtual_clock: VirtualClock,
+) -> None:
+    failing_handler = FailingHandler()
+    failing_handler.failing = lambda body: ValueError("no")
+    async with make(
+        virtual_clock, failing_handler, retry={"jitter": 0}, prefix="staging."
+    ) as service:
         sent = await service.send(
             "orders", 7, key="k", priority=8, headers={"tenant": "acme"}, ttl=100
         )
         await virtual_clock.advance(50)
-        assert [message.attempt for message in clerk.seen] == [1, 2, 3]
-        clerk.failing = lambda body: None
+        assert [message.attempt for message in failing_handler.seen] == [1, 2, 3]
+        failing_handler.failing = lambda body: None
         assert await service.dead_letters("orders").replay() == 1
         await virtual_clock.advance(1)
         assert await service.dead_letters("orders").list() == []
         assert service.metrics().messages_sent == 2
-    again = clerk.seen[-1]
+    again = failing_handler.seen[-1]
     assert (again.id, again.attempt, again.channel) == (sent.message_id, 1, "orders")
     assert (again.key, again.priority, again.body) == ("k", 8, b"7")
     assert again.headers == {"tenant": "acme"}
@@ -200,8 +206,8 @@ async def test_a_replayed_message_is_the_same_at_attempt_one(virtual_clock: Virt
 
 
 async def test_an_expired_message_can_be_replayed(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk) as service:
+    failing_handler = FailingHandler()
+    async with make(virtual_clock, failing_handler) as service:
         service.pause("orders")
         await service.send("orders", 1, ttl=5)
         await virtual_clock.advance(10)
@@ -210,14 +216,14 @@ async def test_an_expired_message_can_be_replayed(virtual_clock: VirtualClock) -
         service.resume("orders")
         assert await service.dead_letters("orders").replay(reason="TTLExpired") == 1
         await virtual_clock.advance(1)
-    assert [message.body for message in clerk.seen] == [b"1"]
+    assert [message.body for message in failing_handler.seen] == [b"1"]
 
 
-async def test_an_undecodable_message_can_be_replayed_and_fails_alike(
+async def test_a_replayed_undecodable_message_fails_again(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk) as service:
+    failing_handler = FailingHandler()
+    async with make(virtual_clock, failing_handler) as service:
         await backend_of(service).publish("orders", [Envelope("x", b"[1,")])
         await virtual_clock.advance(1)
         assert await service.dead_letters("orders").replay(reason=Reason.UNDECODABLE) == 1
@@ -226,41 +232,43 @@ async def test_an_undecodable_message_can_be_replayed_and_fails_alike(
     assert (letter.message_id, letter.body, letter.reason) == ("x", b"[1,", "Undecodable")
 
 
-async def test_many_are_replayed_in_several_round_trips(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk()
-    clerk.failing = lambda body: ValueError("no")
-    async with make(virtual_clock, clerk) as service:
+async def test_many_dead_letters_are_replayed_in_several_round_trips(
+    virtual_clock: VirtualClock,
+) -> None:
+    failing_handler = FailingHandler()
+    failing_handler.failing = lambda body: ValueError("no")
+    async with make(virtual_clock, failing_handler) as service:
         await service.send_many("orders", range(250))
         await virtual_clock.advance(5)
-        clerk.failing = lambda body: None
-        clerk.seen.clear()
+        failing_handler.failing = lambda body: None
+        failing_handler.seen.clear()
         backend_of(service).calls.clear()
         assert await service.dead_letters("orders").replay() == 250
         assert backend_of(service).count("publish") == 3
         await virtual_clock.advance(5)
-    assert len(clerk.seen) == 250
+    assert len(failing_handler.seen) == 250
 
 
-async def test_a_crash_between_send_and_removal_duplicates_and_never_loses(
+async def test_a_crash_between_send_and_removal_duplicates_the_message(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk) as service:
-        ids = await failed_orders(service, clerk, virtual_clock)
+    failing_handler = FailingHandler()
+    async with make(virtual_clock, failing_handler) as service:
+        ids = await failed_orders(service, failing_handler, virtual_clock)
         backend_of(service).script("remove", QueueError("gone"))
         with pytest.raises(QueueError, match="gone"):
             await service.dead_letters("orders").replay(ids[0])
         await virtual_clock.advance(1)
-        assert [message.id for message in clerk.seen] == [ids[0]]
+        assert [message.id for message in failing_handler.seen] == [ids[0]]
         assert len(await service.dead_letters("orders").list()) == 6
 
 
-async def test_what_a_full_queue_did_not_take_stays_a_dead_letter(
+async def test_a_message_that_a_full_queue_rejects_stays_a_dead_letter(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk, max_depth=8) as service:
-        await failed_orders(service, clerk, virtual_clock)
+    failing_handler = FailingHandler()
+    async with make(virtual_clock, failing_handler, max_depth=8) as service:
+        await failed_orders(service, failing_handler, virtual_clock)
         service.pause("orders")
         backend = backend_of(service)
         await backend.native.delete("orders")
@@ -276,15 +284,17 @@ async def test_what_a_full_queue_did_not_take_stays_a_dead_letter(
         assert service.metrics().messages_sent == 10
 
 
-async def test_purging_deletes_them_all(virtual_clock: VirtualClock) -> None:
-    clerk = Clerk()
-    async with make(virtual_clock, clerk) as service:
-        await failed_orders(service, clerk, virtual_clock)
+async def test_purge_deletes_all_dead_letters(virtual_clock: VirtualClock) -> None:
+    failing_handler = FailingHandler()
+    async with make(virtual_clock, failing_handler) as service:
+        await failed_orders(service, failing_handler, virtual_clock)
         assert await service.dead_letters("orders").purge() == 6
         assert await service.dead_letters("orders").list() == []
 
 
-async def test_a_channel_without_dead_letters_has_none(virtual_clock: VirtualClock) -> None:
+async def test_a_channel_without_a_dead_letter_queue_lists_none(
+    virtual_clock: VirtualClock,
+) -> None:
     async with make(virtual_clock) as service:
         letters = service.dead_letters("never-used")
         assert await letters.list() == []
@@ -292,30 +302,30 @@ async def test_a_channel_without_dead_letters_has_none(virtual_clock: VirtualClo
         assert await letters.purge() == 0
 
 
-async def test_a_deleted_dead_letter_queue_is_made_again_when_it_is_needed(
+async def test_a_deleted_dead_letter_queue_is_declared_again_when_needed(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk()
-    clerk.failing = lambda body: ValueError("no")
-    async with make(virtual_clock, clerk) as service:
+    failing_handler = FailingHandler()
+    failing_handler.failing = lambda body: ValueError("no")
+    async with make(virtual_clock, failing_handler) as service:
         await service.delete("orders_dlq")
         await service.send("orders", 1)
         await virtual_clock.advance(1)
         assert len(await service.dead_letters("orders").list()) == 1
-    assert len(clerk.seen) == 1
+    assert len(failing_handler.seen) == 1
 
 
 # -- topics ----------------------------------------------------------------------------------
 
 
 class Prices:
-    """Two groups of a topic, which fail as told."""
+    """Handlers of two groups of a topic, which fail on demand."""
 
     def __init__(self) -> None:
         self.failing: dict[str, Exception | None] = {"web": None, "risk": None}
         self.seen: list[tuple[str, int]] = []
 
-    def _note(self, group: str, tick: int) -> None:
+    def _record(self, group: str, tick: int) -> None:
         self.seen.append((group, tick))
         error = self.failing[group]
         if error is not None:
@@ -323,14 +333,14 @@ class Prices:
 
     @consume("prices", group="web", broadcast=True)
     async def web(self, tick: int) -> None:
-        self._note("web", tick)
+        self._record("web", tick)
 
     @consume("prices", group="risk", broadcast=True)
     async def risk(self, tick: int) -> None:
-        self._note("risk", tick)
+        self._record("risk", tick)
 
 
-async def test_every_group_of_a_topic_gets_a_copy(virtual_clock: VirtualClock) -> None:
+async def test_every_group_of_a_topic_receives_a_copy(virtual_clock: VirtualClock) -> None:
     prices = Prices()
     async with make(virtual_clock, prices) as service:
         await service.publish("prices", 1)
@@ -339,7 +349,7 @@ async def test_every_group_of_a_topic_gets_a_copy(virtual_clock: VirtualClock) -
     assert sorted(prices.seen) == [("risk", 1), ("risk", 2), ("web", 1), ("web", 2)]
 
 
-async def test_a_dead_letter_of_one_group_is_replayed_to_that_group_alone(
+async def test_a_dead_letter_of_one_group_is_replayed_only_to_that_group(
     virtual_clock: VirtualClock,
 ) -> None:
     prices = Prices()
@@ -357,7 +367,7 @@ async def test_a_dead_letter_of_one_group_is_replayed_to_that_group_alone(
     assert prices.seen == [("risk", 1)]
 
 
-async def test_no_group_loses_its_letter_when_anothers_is_replayed(
+async def test_replaying_one_group_loses_no_dead_letter_of_another(
     virtual_clock: VirtualClock,
 ) -> None:
     prices = Prices()
@@ -375,7 +385,7 @@ async def test_no_group_loses_its_letter_when_anothers_is_replayed(
     assert {group for group, _ in prices.seen} | left == {"web", "risk"}
 
 
-async def test_a_service_that_knows_no_handler_replays_a_topics_letters_as_such(
+async def test_a_service_without_handlers_can_replay_dead_letters_of_a_topic(
     virtual_clock: VirtualClock,
 ) -> None:
     prices = Prices()
@@ -396,21 +406,21 @@ async def test_a_service_that_knows_no_handler_replays_a_topics_letters_as_such(
             assert prices.seen == [("risk", 1)]
 
 
-# -- made by the engine ----------------------------------------------------------------------
+# -- dead letters written by the engine ------------------------------------------------------
 
 
-async def test_a_lease_that_expires_too_often_is_counted_logged_and_announced(
+async def test_a_message_whose_lease_expires_too_often_is_counted_logged_and_emitted(
     virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard: list[DeadLettered] = []
+    received: list[DeadLettered] = []
     service = make(virtual_clock, retry={"max_attempts": 3}, ack_deadline=10, prefix="staging.")
-    service.on("dead_letter", heard.append)
+    service.on("dead_letter", received.append)
     async with service:
         sent = await service.send("orders", 1)
         worker = QueueSpec(name="staging.orders", max_deliveries=3, ack_deadline=10)
         await backend_of(service).declare(worker)
         spec = SubscriptionSpec(queue="staging.orders", group="g", consumer="dead", prefetch=1)
-        for _ in range(3):  # workers that die with the message in their hands
+        for _ in range(3):  # workers that crash while they hold the message
             async with backend_of(service).subscribe(spec) as subscription:
                 await subscription.receive(1)
                 await virtual_clock.advance(11)
@@ -418,31 +428,33 @@ async def test_a_lease_that_expires_too_often_is_counted_logged_and_announced(
         metrics = service.metrics().channels["orders"]
     assert (letter.reason, letter.attempts) == ("MaxRetriesExceeded", 3)
     assert "expired" in (letter.error or "")
-    assert [(event.letter.message_id, event.kept) for event in heard] == [(sent.message_id, True)]
-    assert heard[0].letter.channel == "orders"
+    assert [(event.letter.message_id, event.kept) for event in received] == [
+        (sent.message_id, True)
+    ]
+    assert received[0].letter.channel == "orders"
     assert (metrics.messages_failed, metrics.messages_dead_lettered) == (1, 1)
     (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert vars(logged)["queue"] == "orders"
     assert vars(logged)["message_id"] == sent.message_id
 
 
-async def test_a_message_that_expires_unseen_is_counted_once_and_announced(
+async def test_an_expired_message_is_counted_once_and_emitted(
     virtual_clock: VirtualClock,
 ) -> None:
-    heard: list[DeadLettered] = []
+    received: list[DeadLettered] = []
     service = make(virtual_clock)
-    service.on("dead_letter", heard.append)
+    service.on("dead_letter", received.append)
     async with service:
         await service.send("orders", 1, ttl=5)
         await virtual_clock.advance(6)
         assert service.metrics().messages_dead_lettered == 1
-    assert [event.letter.reason for event in heard] == ["TTLExpired"]
+    assert [event.letter.reason for event in received] == ["TTLExpired"]
 
 
-async def test_a_start_that_had_to_be_tried_twice_counts_a_death_once(
+async def test_a_dead_letter_is_counted_once_after_a_second_start(
     virtual_clock: VirtualClock,
 ) -> None:
-    service = make(virtual_clock, Clerk())
+    service = make(virtual_clock, FailingHandler())
     backend_of(service).script("declare", QueueError("not yet"))
     with pytest.raises(QueueError, match="not yet"):
         await service.start()
@@ -453,7 +465,7 @@ async def test_a_start_that_had_to_be_tried_twice_counts_a_death_once(
         assert service.metrics().messages_dead_lettered == 1
 
 
-async def test_the_death_of_somebody_elses_message_is_not_ours_to_count(
+async def test_dead_letters_of_other_channels_are_not_counted(
     virtual_clock: VirtualClock,
 ) -> None:
     service = make(virtual_clock)
@@ -466,39 +478,39 @@ async def test_the_death_of_somebody_elses_message_is_not_ours_to_count(
         assert service.metrics().messages_dead_lettered == 0
 
 
-async def test_without_dead_letters_a_final_failure_is_announced_as_not_kept(
+async def test_without_dead_letters_the_event_of_a_final_failure_has_kept_false(
     virtual_clock: VirtualClock,
 ) -> None:
-    clerk = Clerk()
-    clerk.failing = lambda body: ValueError("no")
-    heard: list[DeadLettered] = []
-    service = make(virtual_clock, clerk, dead_letter={"enabled": False})
-    service.on("dead_letter", heard.append)
+    failing_handler = FailingHandler()
+    failing_handler.failing = lambda body: ValueError("no")
+    received: list[DeadLettered] = []
+    service = make(virtual_clock, failing_handler, dead_letter={"enabled": False})
+    service.on("dead_letter", received.append)
     async with service:
         await service.send("orders", 1)
         await asyncio.sleep(1)
         assert await service.queues() == ["orders"]
         metrics = service.metrics()
-    assert [event.kept for event in heard] == [False]
+    assert [event.kept for event in received] == [False]
     assert (metrics.messages_failed, metrics.messages_dead_lettered) == (1, 0)
 
 
-async def test_a_message_that_fails_again_before_replay_has_removed_it_is_kept(
+async def test_a_message_that_fails_again_during_its_replay_is_kept(
     virtual_clock: VirtualClock,
 ) -> None:
     @consume("orders")
-    async def refuse(order: int) -> None:
+    async def reject(order: int) -> None:
         raise Reject("never")
 
     class Slow(FaultInjectingBackend):
         async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
             sent = await super().publish(queue, envelopes)
-            await asyncio.sleep(0.02)  # the confirmation takes its time
+            await asyncio.sleep(0.02)  # the confirmation is slow
             return sent
 
     backend = Slow(NativeBackend(clock=virtual_clock))
     service = QueueService(Settings(type="native"), backend=backend, clock=virtual_clock)
-    service.register(refuse)
+    service.register(reject)
     async with service:
         await service.send("orders", 1)
         await virtual_clock.advance(1)
@@ -511,17 +523,17 @@ async def test_a_message_that_fails_again_before_replay_has_removed_it_is_kept(
         assert after.last_failed_at > before.last_failed_at
 
 
-async def test_a_full_dead_letter_queue_tells_of_what_it_pushes_out(
+async def test_a_full_dead_letter_queue_reports_the_letter_that_it_drops(
     virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     @consume("orders")
-    async def refuse(order: int) -> None:
+    async def reject(order: int) -> None:
         raise Reject(f"order {order}")
 
     service = QueueService(
         Settings(type="native", dead_letter={"max_size": 2}), clock=virtual_clock
     )
-    service.register(refuse)
+    service.register(reject)
     dropped: list[str | None] = []
 
     def note(event: DeadLettered) -> None:
@@ -534,4 +546,4 @@ async def test_a_full_dead_letter_queue_tells_of_what_it_pushes_out(
         await virtual_clock.advance(1)
         assert dropped == ["order 1"]
         assert (await service.stats("orders_dlq")).dropped_total == 1
-    assert "the oldest is dropped" in caplog.text
+    assert "dropped the oldest dead letter" in caplog.text

@@ -1,4 +1,4 @@
-"""From settings to a backend: built in, a third party's, or a word about what is missing."""
+"""Backend factory: built-in, third-party and unknown backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.faulty import FaultyBackend
 
 
 def opener(settings: Settings) -> FaultyBackend:
-    """What a third party's entry point names."""
+    """Return a third-party backend, as the target of an entry point."""
     backend = FaultyBackend(name=settings.type)
     backend.prefix = settings.prefix  # type: ignore[attr-defined]
     return backend
@@ -38,12 +38,12 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
 
 
-def test_native_is_built_in() -> None:
+def test_settings_select_the_built_in_native_backend() -> None:
     assert isinstance(open_backend(Settings(type="native"), SystemClock()), NativeBackend)
 
 
 @pytest.mark.usefixtures("plugin")
-async def test_a_third_partys_backend_is_found_by_its_entry_point() -> None:
+async def test_a_third_party_backend_is_found_by_its_entry_point() -> None:
     service = QueueService(Settings(type="elsewhere", prefix="staging."))
     async with service:
         await service.send("orders", 1)
@@ -54,7 +54,7 @@ async def test_a_third_partys_backend_is_found_by_its_entry_point() -> None:
 
 
 @pytest.mark.proves("003-config-2", "003-config-3", "003-config-4")
-def test_an_unknown_type_lists_the_right_ones_and_connects_to_nothing() -> None:
+def test_the_error_for_an_unknown_type_lists_the_known_types() -> None:
     with pytest.raises(ConfigError) as caught:
         QueueService(Settings(type="rabbit"))
     for known in ("native", "rabbitmq", "kafka", "redis"):
@@ -62,7 +62,7 @@ def test_an_unknown_type_lists_the_right_ones_and_connects_to_nothing() -> None:
 
 
 @pytest.mark.usefixtures("plugin")
-def test_a_type_whose_entry_point_went_away_says_what_there_is(
+def test_the_error_for_a_missing_entry_point_lists_the_built_in_types(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = Settings(type="elsewhere")

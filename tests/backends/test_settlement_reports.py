@@ -1,4 +1,4 @@
-"""What a subscription settles by itself and cannot: the service is not healthy."""
+"""Health of a service whose messages cannot be settled."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second instead of ten."""
+def short_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report failures after half a second instead of ten."""
     monkeypatch.setattr(settlement_failures, "UNHEALTHY_AFTER_SECONDS", 0.5)
 
 
@@ -46,27 +46,28 @@ async def becomes_unhealthy(service: QueueService, reason: str) -> None:
     assert not service.ready
 
 
-async def test_an_expired_message_on_rabbitmq_whose_dead_letter_is_refused(
+async def test_a_rejected_dead_letter_of_an_expired_message_makes_the_service_unhealthy(
     rabbitmq_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got: list[int] = []
-    refused = True
+    rejecting = True
     publish = RabbitMQBackend.publish
 
-    async def refuse(backend: RabbitMQBackend, queue: str, envelopes: Sequence[Envelope]) -> Any:
-        if refused and queue.endswith(".dlq"):
-            raise QueueError("no room for letters")
+    async def reject(backend: RabbitMQBackend, queue: str, envelopes: Sequence[Envelope]) -> Any:
+        if rejecting and queue.endswith(".dlq"):
+            raise QueueError("the dead-letter queue is full")
         return await publish(backend, queue, envelopes)
 
-    monkeypatch.setattr(RabbitMQBackend, "publish", refuse)  # a service keeps the bound method
+    # Patch the class before the service stores a bound method.
+    monkeypatch.setattr(RabbitMQBackend, "publish", reject)
     service = service_of(name, got, type="rabbitmq", url=rabbitmq_url)
     async with service, bare_channel(rabbitmq_url) as raw:
         await _publish(raw, name, {"qkit-expires-at": 1})
-        await becomes_unhealthy(service, "no room for letters")
+        await becomes_unhealthy(service, "the dead-letter queue is full")
         await _publish(raw, name, {})
         await eventually(lambda: got == [7])
-        assert not service.ready, "others are settled, that one is not"
-        refused = False
+        assert not service.ready, "ready with an unsettled message"
+        rejecting = False
         await eventually(lambda: service.ready)
         assert len(await service.dead_letters(name).list()) == 1
         for queue in (name, f"{name}.dlq"):
@@ -77,7 +78,7 @@ async def _publish(raw: aiormq.Channel, queue: str, headers: dict[str, Any]) -> 
     await raw.basic_publish(b"7", routing_key=queue, properties=Basic.Properties(headers=headers))
 
 
-async def test_acknowledgements_that_kafka_does_not_commit(
+async def test_failed_commits_on_kafka_make_the_service_unhealthy(
     kafka_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got: list[int] = []

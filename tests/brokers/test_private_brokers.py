@@ -1,4 +1,4 @@
-"""Private brokers die, freeze and come back as told, and never outlive their tests."""
+"""Private brokers: kill, freeze, restart, and cleanup after the tests."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ from tests.support.private_brokers import PrivateBroker
 ROOT = Path(__file__).parents[2]
 
 
-def ask(broker: PrivateBroker, command: bytes, timeout: float = 5.0) -> bytes:
+def send(broker: PrivateBroker, command: bytes, timeout: float = 5.0) -> bytes:
     with socket.create_connection((broker.host, broker.port), timeout) as connection:
         connection.sendall(command + b"\r\n")
         return connection.recv(100)
 
 
-def test_it_is_killed_and_comes_back_at_its_address(private_redis: PrivateBroker) -> None:
+def test_a_killed_broker_restarts_at_its_address(private_redis: PrivateBroker) -> None:
     before = [ProcessRecord.of(pid) for pid in private_redis.pids]
     assert all(before)
     with private_redis.killed():
         assert not any(record.is_alive() for record in before if record)
-        with pytest.raises(ConnectionError):  # refused, or reset by what its last thread leaves
-            ask(private_redis, b"PING")
-    assert ask(private_redis, b"PING") == b"+PONG\r\n"
+        with pytest.raises(ConnectionError):  # refused or reset
+            send(private_redis, b"PING")
+    assert send(private_redis, b"PING") == b"+PONG\r\n"
 
 
-def test_a_frozen_one_keeps_its_connections_and_says_nothing(private_redis: PrivateBroker) -> None:
+def test_a_frozen_broker_accepts_connections_and_does_not_reply(
+    private_redis: PrivateBroker,
+) -> None:
     with private_redis.frozen():
         with pytest.raises(TimeoutError):
-            ask(private_redis, b"PING", 0.3)
-    assert ask(private_redis, b"PING") == b"+PONG\r\n"
+            send(private_redis, b"PING", 0.3)
+    assert send(private_redis, b"PING") == b"+PONG\r\n"
 
 
-def test_what_it_confirmed_is_there_after_a_kill(private_redis: PrivateBroker) -> None:
+def test_a_killed_broker_keeps_its_confirmed_data(private_redis: PrivateBroker) -> None:
     for number in range(3):
-        assert ask(private_redis, b"SET survivor %d" % number) == b"+OK\r\n"
+        assert send(private_redis, b"SET survivor %d" % number) == b"+OK\r\n"
         with private_redis.killed():
             pass
-        assert ask(private_redis, b"GET survivor") == b"$1\r\n%d\r\n" % number
+        assert send(private_redis, b"GET survivor") == b"$1\r\n%d\r\n" % number
 
 
 @pytest.mark.broker
-def test_it_ends_with_tests_that_were_killed(tmp_path: Path) -> None:
+def test_a_broker_is_stopped_if_the_test_process_is_killed(tmp_path: Path) -> None:
     program = """
 import sys, time
 from tests.support.private_brokers import private_broker
@@ -72,5 +74,5 @@ with private_broker("redis") as broker:
         child.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 30
     while server.is_alive() or any(tmp_path.iterdir()):
-        assert time.monotonic() < deadline, "it outlived its tests"
+        assert time.monotonic() < deadline, "the broker is still running or left files behind"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The proxy's faults are what they are called, seen from both sides of it."""
+"""Faults that the proxy injects, as the client and the server see them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from tests.support.proxy import Proxy
 
 END = b"end"
-QUIET = 0.3  # seconds in which nothing may arrive
+QUIET = 0.3  # seconds without data after which a connection counts as silent
 
 
 class Echo:
-    """Says everything twice until it hears ``END``; ``ended`` tells how connections ended."""
+    """Server that echoes data twice until ``END``, and records how each connection ended."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -86,7 +86,7 @@ def silent(connection: socket.socket) -> None:
     connection.settimeout(30)
 
 
-def test_it_passes_on_and_counts(proxy: Proxy) -> None:
+def test_data_is_forwarded_and_counted(proxy: Proxy) -> None:
     with client(proxy) as one, client(proxy) as two:
         talk(one)
         talk(one)
@@ -107,7 +107,9 @@ def test_a_reset_reaches_both_sides_and_new_connections_work(echo: Echo, proxy: 
         assert proxy.open_connections == 1
 
 
-def test_a_half_closed_client_hears_the_end_and_may_go_on_talking(echo: Echo, proxy: Proxy) -> None:
+def test_a_half_closed_client_reads_end_of_file_and_can_still_send(
+    echo: Echo, proxy: Proxy
+) -> None:
     with client(proxy) as connection:
         talk(connection)
         proxy.half_close()
@@ -119,24 +121,24 @@ def test_a_half_closed_client_hears_the_end_and_may_go_on_talking(echo: Echo, pr
     assert "reset" in echo.wait_for_ends(1)
 
 
-def test_a_black_hole_answers_nothing_and_gives_it_all_back(echo: Echo, proxy: Proxy) -> None:
+def test_a_black_hole_holds_data_back_until_it_ends(echo: Echo, proxy: Proxy) -> None:
     with client(proxy) as connection:
         talk(connection)
         proxy.black_hole()
         connection.sendall(b"held")
         silent(connection)
-        with client(proxy) as late:  # accepted, and no more
+        with client(proxy) as late:  # accepted, but no data is forwarded
             late.sendall(b"late")
             silent(late)
             with client(proxy):
-                pass  # gives up in the hole: the server never hears of it
+                pass  # closed during the fault, so the server never sees this connection
             proxy.heal()
             assert connection.recv(100) == b"heldheld"
             assert late.recv(100) == b"latelate"
     assert proxy.connections[0].sent == 6
 
 
-def test_a_forgotten_connection_stays_silent_for_ever(echo: Echo, proxy: Proxy) -> None:
+def test_a_forgotten_connection_receives_no_more_data(echo: Echo, proxy: Proxy) -> None:
     with client(proxy) as connection:
         talk(connection)
         proxy.black_hole()
@@ -145,14 +147,14 @@ def test_a_forgotten_connection_stays_silent_for_ever(echo: Echo, proxy: Proxy) 
             silent(late)
             proxy.heal(forget=True)
             assert echo.wait_for_ends(1) == ["reset"]
-            connection.sendall(b"is anybody there?")
+            connection.sendall(b"no reply expected")
             silent(connection)
             silent(late)
         with client(proxy) as fresh:
             talk(fresh)
 
 
-def test_replies_are_held_and_requests_are_not(echo: Echo, proxy: Proxy) -> None:
+def test_hold_replies_forwards_requests_and_holds_replies_back(echo: Echo, proxy: Proxy) -> None:
     with client(proxy) as connection:
         talk(connection)
         proxy.hold_replies()
@@ -163,7 +165,7 @@ def test_replies_are_held_and_requests_are_not(echo: Echo, proxy: Proxy) -> None
         assert connection.recv(100) == b"heldheld"
 
 
-def test_nobody_listens_while_it_refuses(proxy: Proxy) -> None:
+def test_refuse_resets_connections_and_refuses_new_ones(proxy: Proxy) -> None:
     with client(proxy) as connection:
         talk(connection)
         proxy.refuse()
@@ -176,21 +178,21 @@ def test_nobody_listens_while_it_refuses(proxy: Proxy) -> None:
         talk(connection)
 
 
-def test_a_client_that_closes_is_gone_for_the_server(echo: Echo, proxy: Proxy) -> None:
+def test_a_client_that_closes_resets_its_server_connection(echo: Echo, proxy: Proxy) -> None:
     with client(proxy) as connection:
         talk(connection)
     assert echo.wait_for_ends(1) == ["reset"]
 
 
-def test_a_server_that_closes_is_gone_for_the_client(proxy: Proxy) -> None:
+def test_a_server_that_closes_ends_its_client_connection(proxy: Proxy) -> None:
     with client(proxy) as connection:
         talk(connection)
         connection.sendall(END)
         assert connection.recv(100) == b""
 
 
-def test_a_client_of_a_server_that_is_not_there_is_reset(echo: Echo, proxy: Proxy) -> None:
-    proxy.target = 1  # nobody may listen there but the system
-    # The reset may come as early as the connection.
+def test_a_client_is_reset_if_the_server_is_down(echo: Echo, proxy: Proxy) -> None:
+    proxy.target = 1  # a privileged port without a server
+    # The reset may arrive while the client connects.
     with pytest.raises(ConnectionResetError), client(proxy) as connection:
         connection.recv(100)

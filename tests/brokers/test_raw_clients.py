@@ -1,4 +1,4 @@
-"""The brokers work at all: each spoken to by its own client, with nothing of qkit between."""
+"""Test brokers used through their client libraries, without qkit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def unique_name() -> str:
     return f"qkit-raw-{uuid.uuid4().hex}"
 
 
-async def test_redis_list(redis_url: str) -> None:
+async def test_redis_pops_pushed_items_in_order(redis_url: str) -> None:
     name = unique_name()
     async with redis.asyncio.from_url(redis_url) as client:
         try:
@@ -25,7 +25,7 @@ async def test_redis_list(redis_url: str) -> None:
             await client.delete(name)
 
 
-async def test_rabbitmq_confirmed_publish_and_ack(rabbitmq_url: str) -> None:
+async def test_rabbitmq_confirms_a_publish_and_accepts_an_ack(rabbitmq_url: str) -> None:
     async with await aio_pika.connect(rabbitmq_url, timeout=60) as connection:
         channel = await connection.channel(publisher_confirms=True)
         queue = await channel.declare_queue(unique_name(), durable=True)
@@ -40,7 +40,7 @@ async def test_rabbitmq_confirmed_publish_and_ack(rabbitmq_url: str) -> None:
             await queue.delete(if_unused=False, if_empty=False)
 
 
-async def test_kafka_acknowledged_by_all_and_read_back(kafka_url: str) -> None:
+async def test_kafka_acknowledges_a_record_and_returns_it(kafka_url: str) -> None:
     topic = unique_name()
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka_url)
     await admin.start()

@@ -1,4 +1,4 @@
-"""scripts/brokers: tried on a Redis of its own, so that the suite's brokers stay untouched."""
+"""``scripts/brokers``, tested with a separate Redis so that the suite's brokers are unaffected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.broker
 
 
 class Script:
-    """scripts/brokers on a directory of its own."""
+    """Runner of ``scripts/brokers`` with a separate data directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -50,11 +50,11 @@ class Script:
         return self.directory / "state.json"
 
     def redis(self) -> tuple[int, int]:
-        """The recorded pid and port."""
+        """Return the recorded pid and port of Redis."""
         entry = json.loads(self.state_file.read_text())["redis"]
         return entry["processes"][0]["pid"], entry["ports"]["redis"]
 
-    def ask(self, command: bytes) -> bytes:
+    def send(self, command: bytes) -> bytes:
         with socket.create_connection(("127.0.0.1", self.redis()[1]), timeout=30) as connection:
             connection.sendall(command + b"\r\n")
             return connection.recv(1024)
@@ -63,7 +63,7 @@ class Script:
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Script]:
     if shutil.which("redis-server") is None and not (brokers_required() or os.geteuid() == 0):
-        pytest.skip("no redis-server on this machine")
+        pytest.skip("redis-server is not installed")
     script = Script(tmp_path / "brokers")
     yield script
     script("down")
@@ -71,14 +71,14 @@ def script(tmp_path: Path) -> Iterator[Script]:
 
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is none of the script's business."""
+    """Unrelated process that the script must not signal."""
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     yield process
     process.kill()
     process.wait()
 
 
-def test_up_twice_is_harmless_and_down_leaves_nothing(script: Script) -> None:
+def test_up_is_idempotent_and_down_removes_everything(script: Script) -> None:
     assert script("up", "redis").returncode == 0
     state = script.state_file.read_text()
     assert script("up", "redis").returncode == 0
@@ -99,7 +99,7 @@ def test_up_twice_is_harmless_and_down_leaves_nothing(script: Script) -> None:
     assert sorted(path.name for path in script.directory.iterdir()) == ["lock", "state.json"]
 
 
-def test_two_at_once_start_one_server(script: Script) -> None:
+def test_two_concurrent_calls_start_one_server(script: Script) -> None:
     both = [script.start("up", "redis") for _ in range(2)]
     for process in both:
         _, errors = process.communicate(timeout=60)
@@ -108,7 +108,7 @@ def test_two_at_once_start_one_server(script: Script) -> None:
     assert log.count("Ready to accept connections") == 1
 
 
-def test_without_servers_status_and_urls_say_so(script: Script) -> None:
+def test_status_and_urls_report_missing_servers(script: Script) -> None:
     status = script("status")
     assert status.returncode == 1
     assert [line.split()[:2] for line in status.stdout.splitlines()] == [
@@ -121,31 +121,31 @@ def test_without_servers_status_and_urls_say_so(script: Script) -> None:
     assert "scripts/brokers up redis" in urls.stderr
 
 
-def test_a_killed_server_comes_back_at_its_address_with_its_data(script: Script) -> None:
+def test_a_killed_server_restarts_at_its_address_with_its_data(script: Script) -> None:
     script("up", "redis")
     pid, port = script.redis()
-    script.ask(b"SET survivor yes")
+    script.send(b"SET survivor yes")
     os.kill(pid, signal.SIGKILL)
     assert script("status", "redis").returncode == 1
     assert script("up", "redis").returncode == 0
     assert script.redis()[0] != pid
     assert script.redis()[1] == port
-    assert script.ask(b"GET survivor") == b"$3\r\nyes\r\n"
+    assert script.send(b"GET survivor") == b"$3\r\nyes\r\n"
 
 
-@pytest.mark.parametrize("flags", [[], ["--kill"]], ids=["politely", "kill"])
+@pytest.mark.parametrize("flags", [[], ["--kill"]], ids=["SIGTERM", "SIGKILL"])
 def test_stop_keeps_the_data_for_the_next_up(script: Script, flags: list[str]) -> None:
     script("up", "redis")
     port = script.redis()[1]
-    script.ask(b"SET survivor yes")
+    script.send(b"SET survivor yes")
     assert script("stop", *flags, "redis").returncode == 0
     assert script("status", "redis").returncode == 1
     assert script("up", "redis").returncode == 0
     assert script.redis()[1] == port
-    assert script.ask(b"GET survivor") == b"$3\r\nyes\r\n"
+    assert script.send(b"GET survivor") == b"$3\r\nyes\r\n"
 
 
-def test_down_never_ends_a_process_that_took_over_a_recorded_pid(
+def test_down_never_kills_another_process_with_a_recorded_pid(
     script: Script, bystander: subprocess.Popen[bytes]
 ) -> None:
     script("up", "redis")
@@ -161,7 +161,9 @@ def test_down_never_ends_a_process_that_took_over_a_recorded_pid(
         end([ours], grace=5)
 
 
-def test_a_record_is_one_process_of_one_boot(bystander: subprocess.Popen[bytes]) -> None:
+def test_a_process_record_matches_only_its_own_process_and_boot(
+    bystander: subprocess.Popen[bytes],
+) -> None:
     record = ProcessRecord.of(bystander.pid)
     assert record is not None
     for stranger in (
@@ -176,7 +178,7 @@ def test_a_record_is_one_process_of_one_boot(bystander: subprocess.Popen[bytes])
     assert not record.is_alive()
 
 
-def test_run_gives_the_addresses_and_keeps_the_exit_code(script: Script) -> None:
+def test_run_sets_the_addresses_and_returns_the_exit_code(script: Script) -> None:
     program = "import os, sys; print(os.environ['QKIT_TEST_REDIS_URL']); sys.exit(7)"
     given = {"QKIT_TEST_RABBITMQ_URL": "amqp://given/", "QKIT_TEST_KAFKA_URL": "given:1"}
     result = script("run", sys.executable, "-c", program, **given)
@@ -185,7 +187,7 @@ def test_run_gives_the_addresses_and_keeps_the_exit_code(script: Script) -> None
     assert script("status", "redis").returncode == 1
 
 
-def test_run_leaves_up_what_was_up(script: Script) -> None:
+def test_run_does_not_stop_servers_that_ran_before(script: Script) -> None:
     script("up", "redis")
     given = {"QKIT_TEST_RABBITMQ_URL": "amqp://given/", "QKIT_TEST_KAFKA_URL": "given:1"}
     assert script("run", sys.executable, "-c", "", **given).returncode == 0
@@ -195,21 +197,21 @@ def test_run_leaves_up_what_was_up(script: Script) -> None:
 def test_a_failed_start_shows_the_log(script: Script, tmp_path: Path) -> None:
     fake = tmp_path / "bin" / "redis-server"
     fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\nsleep 0.2\necho no room at the inn\nexit 1\n")
+    fake.write_text("#!/bin/sh\nsleep 0.2\necho out of memory\nexit 1\n")
     fake.chmod(0o755)
     result = script("up", "redis", PATH=f"{fake.parent}:{os.environ['PATH']}")
     assert result.returncode == 1
-    assert "no room at the inn" in result.stderr
+    assert "out of memory" in result.stderr
     assert script("status", "redis").returncode == 1
 
 
-def test_a_missing_program_is_named(script: Script, tmp_path: Path) -> None:
+def test_the_error_for_a_missing_program_names_it(script: Script, tmp_path: Path) -> None:
     result = script("up", "redis", PATH=str(tmp_path))
     assert result.returncode == 1
     assert "redis-server" in result.stderr
 
 
-def test_an_unknown_broker_lists_the_known(script: Script) -> None:
+def test_the_error_for_an_unknown_broker_lists_the_known_ones(script: Script) -> None:
     result = script("up", "rabbit")
     assert result.returncode == 2
     assert "redis, rabbitmq, kafka" in result.stderr

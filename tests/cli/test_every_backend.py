@@ -1,4 +1,4 @@
-"""The commands on each broker: settings from the environment, an answer or a plain refusal."""
+"""Commands on every broker, with settings from the environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def broker(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture
 def qkit(broker: dict[str, str]) -> Qkit:
-    """Run a command that succeeds."""
+    """Return a function that runs a command and asserts that it succeeds."""
     runner = CliRunner()
 
     def run(*words: str) -> Result:
@@ -42,25 +42,25 @@ def qkit(broker: dict[str, str]) -> Qkit:
     return run
 
 
-def test_send_look_consume_and_purge(qkit: Qkit) -> None:
+def test_send_stats_peek_consume_and_purge_work_on_every_broker(qkit: Qkit) -> None:
     name = f"orders-{uuid.uuid4().hex[:8]}"
     assert json.loads(qkit("health", "--json").stdout)["status"] == "healthy"
     qkit("send", name, '{"id": 1}')
-    qkit("send", name, '{"id": 2}')  # to a queue that exists by now
+    qkit("send", name, '{"id": 2}')  # to an existing queue
     (row,) = json.loads(qkit("stats", name, "--json").stdout)
     assert row["depth"] == 2
     messages = json.loads(qkit("peek", name, "--json").stdout)
     assert [json.loads(item["body"]["content"])["id"] for item in messages] == [1, 2]
     shown = qkit("consume", name, "--limit", "2", "--timeout", "20")
     assert '{"id":1}' in shown.stdout.replace(" ", "")
-    assert "2 messages shown and given back" in shown.stderr
-    taken = qkit("consume", name, "--ack", "--limit", "1", "--timeout", "20")
-    assert "1 message taken" in taken.stderr
+    assert "2 messages shown and released" in shown.stderr
+    acked = qkit("consume", name, "--ack", "--limit", "1", "--timeout", "20")
+    assert "1 message acked" in acked.stderr
     assert json.loads(qkit("purge", name, "--yes", "--json").stdout)["purged"] == 1
     assert json.loads(qkit("dlq", "list", name, "--json").stdout) == []
 
 
-def test_consume_dead_letters_what_has_expired(qkit: Qkit) -> None:
+def test_consume_dead_letters_expired_messages(qkit: Qkit) -> None:
     name = f"orders-{uuid.uuid4().hex[:8]}"
     qkit("send", name, "1", "--ttl", "0.01")
     qkit("send", name, "2")
@@ -71,7 +71,7 @@ def test_consume_dead_letters_what_has_expired(qkit: Qkit) -> None:
 
 
 @pytest.mark.broker
-def test_sending_to_redis_needs_a_mode_and_reports_what_no_subscriber_received(
+def test_sending_to_redis_requires_a_mode_and_reports_unheard_messages(
     redis_url: str,
 ) -> None:
     runner = CliRunner()
@@ -89,8 +89,8 @@ def test_sending_to_redis_needs_a_mode_and_reports_what_no_subscriber_received(
     assert "1 of 1 message had no subscriber and is lost" in result.stderr
     result = runner.invoke(app, ["send", name, "--json"], input="1\n2\n", env=redis)
     assert result.exit_code == 1, result.output
-    told = json.loads(result.stdout)
-    assert (told["sent"], told["unheard"]) == (2, 2)
+    answer = json.loads(result.stdout)
+    assert (answer["sent"], answer["unheard"]) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_sending_to_redis_needs_a_mode_and_reports_what_no_subscriber_received(
         ("kafka", "127.0.0.1:1"),
     ],
 )
-def test_a_broker_that_is_not_there_is_one_plain_error(kind: str, url: str) -> None:
-    """In a process of its own: a driver must not write its log beside it."""
+def test_an_unreachable_broker_prints_one_error_message(kind: str, url: str) -> None:
+    """The command runs in a subprocess, to catch log lines that a driver writes to stderr."""
     result = subprocess.run(
         [sys.executable, "-m", "qkit.cli", "queues"],
         env=os.environ | environment(kind, url),
@@ -113,6 +113,6 @@ def test_a_broker_that_is_not_there_is_one_plain_error(kind: str, url: str) -> N
     )
     assert result.returncode == 1
     assert result.stdout == ""
-    assert result.stderr.count("error ") == 1
-    assert result.stderr.startswith("error the connection to "), result.stderr
+    assert result.stderr.count("error: ") == 1
+    assert result.stderr.startswith("error: the connection to "), result.stderr
     assert len(result.stderr.splitlines()) <= 3

@@ -1,4 +1,4 @@
-"""``qkit health``, ``capabilities``, ``config``, ``asyncapi``, and the command as a whole."""
+"""``qkit health``, ``capabilities``, ``config`` and ``asyncapi``; help, version and completion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.cli import Shell
 CANARY = "c4n4ry"
 
 
-def test_health_is_an_exit_code(shell: Shell) -> None:
+def test_health_exits_with_0_if_the_broker_responds(shell: Shell) -> None:
     assert "ready" in shell.run("health").stdout
     assert shell.json("health")["connection_state"] == "connected"
 
@@ -32,7 +32,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_a_broker_that_is_not_there_is_said_without_its_password(
+def test_an_error_about_an_unreachable_broker_hides_the_password(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QKIT_TYPE", "redis")
@@ -75,7 +75,7 @@ def worker() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_worker_is_asked_by_its_address(
+def test_health_checks_a_worker_by_url(
     shell: Shell, worker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "ready" in shell.run("health", "--url", worker).stdout
@@ -84,19 +84,19 @@ def test_a_worker_is_asked_by_its_address(
     assert "shutting down" in shell.run("health", "--url", f"{worker}/", code=1).stdout
     monkeypatch.setattr(Probe, "content", b"<html>")
     assert "503" in shell.run("health", "--url", worker, code=1).stdout
-    gone = shell.run("health", "--url", f"http://127.0.0.1:{free_port()}", code=1)
-    assert "no answer" in gone.stdout
+    unreachable = shell.run("health", "--url", f"http://127.0.0.1:{free_port()}", code=1)
+    assert "no response" in unreachable.stdout
     assert "http://" in shell.run("health", "--url", "file:///etc/passwd", code=2).stderr
 
 
-def test_capabilities_of_the_chosen_backend_and_of_all(shell: Shell) -> None:
+def test_capabilities_shows_one_backend_or_all(shell: Shell) -> None:
     assert shell.json("capabilities")["durable"] == "native"
     assert "native-durable" in shell.run("capabilities").stdout
     assert set(shell.json("capabilities", "--all")) == set(COLUMNS)
     narrow = CliRunner().invoke(app, ["capabilities", "--all"], env={"COLUMNS": "80"})
     words = narrow.stdout.split()
     for name in COLUMNS:
-        assert set(name.split("-")) <= set(words), name  # wrapped between words alone
+        assert set(name.split("-")) <= set(words), name  # names are wrapped only at hyphens
     assert max(map(len, narrow.stdout.splitlines())) <= 80
 
 
@@ -115,7 +115,7 @@ def test_settings_come_from_a_file_and_the_environment(shell: Shell, tmp_path: P
     assert shell.json("config", "check") == {"valid": True, "backend": "native-durable"}
 
 
-def test_wrong_settings_are_said_field_by_field(shell: Shell, tmp_path: Path) -> None:
+def test_each_invalid_setting_is_reported(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "qkit.toml").write_text('prefetch = "many"\ncolour = "red"\n')
     result = shell.run("config", "check", code=2)
     assert "prefetch" in result.stderr
@@ -139,9 +139,9 @@ def make():
     return service
 
 def fail():
-    raise KeyError("no such till")
+    raise KeyError("no such register")
 
-def needs(till):
+def needs(register):
     return service
 
 async def make_later():
@@ -160,14 +160,14 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_asyncapi_document_is_printed_or_written(
     shell: Shell, shop: str, tmp_path: Path
 ) -> None:
-    made = json.loads(shell.run("asyncapi", f"{shop}:service", "--title", "Shop").stdout)
-    assert made["info"]["title"] == "Shop"
-    assert "orders" in made["channels"]
+    document = json.loads(shell.run("asyncapi", f"{shop}:service", "--title", "Shop").stdout)
+    assert document["info"]["title"] == "Shop"
+    assert "orders" in document["channels"]
     shell.run("asyncapi", f"{shop}:make", "-o", "api.json")
     assert json.loads((tmp_path / "api.json").read_text())["asyncapi"] == "3.0.0"
 
 
-def test_a_synchronous_service_has_an_asyncapi_document_too(
+def test_a_synchronous_service_has_an_asyncapi_document(
     shell: Shell, shop: str, tmp_path: Path
 ) -> None:
     (tmp_path / f"{shop}_sync.py").write_text(
@@ -175,12 +175,12 @@ def test_a_synchronous_service_has_an_asyncapi_document_too(
         "@consume('audit')\ndef audit(entry: dict) -> None: ...\n"
         "service = SyncQueueService(Settings(type='native'))\nservice.register(audit)\n"
     )
-    made = shell.json("asyncapi", f"{shop}_sync:service")
-    assert list(made["channels"]) == ["audit"]
+    document = shell.json("asyncapi", f"{shop}_sync:service")
+    assert list(document["channels"]) == ["audit"]
     assert "did you mean" in shell.run("asyncapi", f"{shop}_sync:servise", code=2).stderr
 
 
-def test_a_loaded_program_gets_the_settings_that_every_command_gets(
+def test_an_imported_service_reads_the_settings_of_the_command(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"shop_{tmp_path.name.replace('-', '_')}_plain"
@@ -193,8 +193,8 @@ def test_a_loaded_program_gets_the_settings_that_every_command_gets(
     )
 
     def address(*words: str) -> str:
-        made = json.loads(shell.run("asyncapi", f"{name}:make", *words).stdout)
-        return str(made["channels"]["orders"]["address"])
+        document = json.loads(shell.run("asyncapi", f"{name}:make", *words).stdout)
+        return str(document["channels"]["orders"]["address"])
 
     assert address() == "orders"
     (tmp_path / "qkit.toml").write_text("prefix = 'here.'\n")
@@ -202,36 +202,34 @@ def test_a_loaded_program_gets_the_settings_that_every_command_gets(
     monkeypatch.setenv("QKIT_CONFIG", "")
     (tmp_path / "other.toml").write_text("prefix = 'other.'\n")
     assert address("--config", "other.toml") == "other.orders"
-    refused = shell.run("asyncapi", f"{name}:make", "-c", "nowhere.toml", code=2)
-    assert "no such file" in refused.stderr
+    result = shell.run("asyncapi", f"{name}:make", "-c", "nowhere.toml", code=2)
+    assert "no such file" in result.stderr
 
 
-def test_a_target_that_cannot_be_meant_is_explained(
-    shell: Shell, shop: str, tmp_path: Path
-) -> None:
+def test_an_invalid_target_is_explained(shell: Shell, shop: str, tmp_path: Path) -> None:
     (tmp_path / f"{shop}_broken.py").write_text("import json\n\njson.loads('{')\n")
     (tmp_path / f"{shop}_lacking.py").write_text("import a_library_that_is_not_there\n")
     cases = {
         "shop": "MODULE:SERVICE",
         "no_such_shop:service": "no module 'no_such_shop'",
         f"{shop}:servise": f"did you mean {shop}:service?",
-        f"{shop}:number": "int, no QueueService",
+        f"{shop}:number": "expected a QueueService or SyncQueueService",
         f"{shop}_broken:service": "JSONDecodeError",
         f"{shop}_lacking:service": "a_library_that_is_not_there",
-        f"{shop}:fail": "KeyError: 'no such till'",
+        f"{shop}:fail": "KeyError: 'no such register'",
         f"{shop}:needs": "TypeError",
         f"{shop}:make_later": "async function",
     }
-    for target, said in cases.items():
+    for target, expected in cases.items():
         result = shell.run("asyncapi", target, code=2)
-        assert said in " ".join(result.stderr.split()), target
+        assert expected in " ".join(result.stderr.split()), target
 
 
-def test_help_version_and_completion_are_there() -> None:
+def test_help_version_and_completion_work() -> None:
     runner = CliRunner()
-    helped = runner.invoke(app, ["--help"]).output
+    help_text = runner.invoke(app, ["--help"]).output
     for command in ("run", "send", "consume", "queues", "stats", "peek", "purge", "dlq", "health"):
-        assert command in helped
+        assert command in help_text
     assert runner.invoke(app, ["--version"]).output.startswith("qkit ")
     environment = os.environ | {
         "_QKIT_COMPLETE": "complete_bash",
@@ -246,9 +244,11 @@ def test_help_version_and_completion_are_there() -> None:
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+def test_the_error_for_a_missing_extra_names_it(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from qkit.cli import main; main()"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ran.returncode == 1
-    assert "install the extra 'cli'" in ran.stderr
-    assert "Traceback" not in ran.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert "install the extra 'cli'" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""``qkit run`` and ``qkit web``: one worker, several under a supervisor, the pages alone."""
+"""``qkit run`` with one and several workers, and ``qkit web``."""
 
 from __future__ import annotations
 
@@ -24,55 +24,55 @@ WORKER = """
 import asyncio, os
 from qkit import QueueService, Settings, consume
 
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+def report(*arguments):
+    os.write(1, (" ".join(map(str, arguments)) + "\\n").encode())
 
 @consume("orders", concurrency=4)
 async def place(number: int) -> None:
     if number < 0:
-        say("dying", os.getpid())
+        report("dying", os.getpid())
         os._exit(3)
-    say("begin", number)
+    report("begin", number)
     await asyncio.sleep(number)
-    say("end", number)
+    report("end", number)
 
 service = QueueService(Settings(type="native", retry={"max_attempts": 2}))
 service.register(place)
-say("loaded", os.getpid())
+report("loaded", os.getpid())
 """
 
 SYNC_WORKER = """
 import os, time
 from qkit import Settings, SyncQueueService, consume
 
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+def report(*arguments):
+    os.write(1, (" ".join(map(str, arguments)) + "\\n").encode())
 
 @consume("orders", concurrency=4)
 def place(number: int) -> None:
     if number < 0:
-        say("dying", os.getpid())
+        report("dying", os.getpid())
         os._exit(3)
-    say("begin", number)
+    report("begin", number)
     time.sleep(number)
     service.send("invoices", number)
-    say("sent", number)
+    report("sent", number)
     if number == 0:
         service.stop()
 
 @consume("invoices")
 async def bill(number: int) -> None:
-    say("billed", number)
+    report("billed", number)
 
 service = SyncQueueService(Settings(type="native", retry={"max_attempts": 2}))
 service.register(place)
 service.register(bill)
-say("loaded", os.getpid())
+report("loaded", os.getpid())
 """
 
 
 class Running:
-    """A ``qkit`` process whose lines can be waited for."""
+    """Running ``qkit`` process and its output."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self.process = process
@@ -82,7 +82,7 @@ class Running:
         return self._log.read_text().splitlines()
 
     def until(self, condition: Callable[[str], object], seconds: float = 40) -> str:
-        """The first line for which it holds."""
+        """Wait for the first line that satisfies the condition, and return it."""
         deadline = time.monotonic() + seconds
         while True:
             for line in self.lines():
@@ -98,11 +98,11 @@ class Running:
 
 
 @contextmanager
-def qkit(directory: Path, *words: str, **environment: str) -> Iterator[Running]:
-    log = directory / f"{'-'.join(words[:1])}.log"
+def qkit(directory: Path, *arguments: str, **environment: str) -> Iterator[Running]:
+    log = directory / f"{'-'.join(arguments[:1])}.log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "qkit.cli", *words],
+            [sys.executable, "-m", "qkit.cli", *arguments],
             cwd=directory,
             env=os.environ | {"QKIT_PATH": str(directory / "data")} | environment,
             stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -125,9 +125,9 @@ def place(tmp_path: Path, shell: Shell) -> Path:
     return tmp_path
 
 
-def test_a_worker_runs_serves_its_pages_and_drains(place: Path, shell: Shell) -> None:
-    words = ("run", "shop:service", "--log-json", "--port", "0")
-    with qkit(place, *words, QKIT_TOKEN="a-long-token") as running:
+def test_a_worker_handles_messages_serves_the_web_app_and_drains(place: Path, shell: Shell) -> None:
+    arguments = ("run", "shop:service", "--log-json", "--port", "0")
+    with qkit(place, *arguments, QKIT_TOKEN="a-long-token") as running:
         served = json.loads(running.until(lambda line: "serving on http" in line))
         address = served["message"].removeprefix("serving on ")
         running.until(lambda line: '"connecting -> connected"' in line or "-> connected" in line)
@@ -136,24 +136,22 @@ def test_a_worker_runs_serves_its_pages_and_drains(place: Path, shell: Shell) ->
         running.until(lambda line: line == "begin 1")
         assert running.end() == 0
         assert "end 1" in running.lines()
-        said = ("loaded", "begin", "end")  # by the program itself; all else is JSON
-        logged = [json.loads(line) for line in running.lines() if not line.startswith(said)]
+        printed = ("loaded", "begin", "end")  # the program's own output; other lines are JSON
+        logged = [json.loads(line) for line in running.lines() if not line.startswith(printed)]
         assert any(record["message"].startswith("shut down") for record in logged)
         assert {"timestamp", "level", "message"} <= set(logged[0])
 
 
 @pytest.mark.slow
-def test_a_crashed_worker_is_started_again_and_all_drain_together(
-    place: Path, shell: Shell
-) -> None:
+def test_a_crashed_worker_is_restarted_and_all_workers_drain(place: Path, shell: Shell) -> None:
     with qkit(place, "run", "shop:service", "--workers", "2") as running:
         running.until(lambda line: "worker 1 is process" in line)
-        running.until(lambda line: "this process owns" in line)
+        running.until(lambda line: "this process now owns" in line)
         shell.run("send", "orders", "--", "-1")
-        running.until(lambda line: "crashed (exit code 3), starting it again in" in line)
-        # A message that kills its worker is counted, so it ends in the dead letters.
+        running.until(lambda line: "crashed (exit code 3); restarting in" in line)
+        # Crashed attempts are counted, so the message becomes a dead letter.
         deadline = time.monotonic() + 60
-        while not buried(shell):
+        while not has_dead_letters(shell):
             assert time.monotonic() < deadline, running.lines()
             time.sleep(0.2)
         for _ in range(6):
@@ -163,13 +161,13 @@ def test_a_crashed_worker_is_started_again_and_all_drain_together(
         begun = sum(line == "begin 2" for line in running.lines())
         assert sum(line == "end 2" for line in running.lines()) == begun
     (row,) = shell.json("queues")
-    # Nothing was lost. The worker that owns the directory may have ended first, and then what the
-    # other one had in hand comes again.
+    # Nothing is lost. If the owner of the directory ended first, messages in flight in the other
+    # worker are delivered again.
     assert row["depth"] + row["in_flight"] >= 6 - begun
 
 
-def buried(shell: Shell) -> bool:
-    """Whether there is a dead letter; no, while whoever owns the directory is just dying."""
+def has_dead_letters(shell: Shell) -> bool:
+    """Return whether there are dead letters; false while the directory has no owner."""
     try:
         return bool(shell.json("dlq", "list"))
     except AssertionError:
@@ -177,7 +175,7 @@ def buried(shell: Shell) -> bool:
 
 
 @pytest.mark.slow
-def test_workers_whose_supervisor_was_killed_drain_by_themselves(place: Path) -> None:
+def test_workers_drain_if_the_supervisor_is_killed(place: Path) -> None:
     with qkit(place, "run", "shop:service", "--workers", "2") as running:
         running.until(lambda line: "worker 1 is process" in line)
         running.until(lambda line: line.startswith("loaded") and running.lines().count(line))
@@ -186,7 +184,7 @@ def test_workers_whose_supervisor_was_killed_drain_by_themselves(place: Path) ->
             for line in running.lines()
             if (found := re.search(r"worker \d is process (\d+)", line))
         ]
-        running.until(lambda line: "this process owns" in line)
+        running.until(lambda line: "this process now owns" in line)
         running.process.kill()
         running.process.wait()
         deadline = time.monotonic() + 40
@@ -205,7 +203,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_reads_the_file_that_is_named(place: Path, workers: int) -> None:
+def test_a_worker_reads_the_settings_file(place: Path, workers: int) -> None:
     (place / "plain.py").write_text(
         "from qkit import QueueService\n"
         "service = QueueService()\n"
@@ -213,34 +211,34 @@ def test_a_worker_reads_the_file_that_is_named(place: Path, workers: int) -> Non
     )
     (place / "qkit.toml").write_text("prefetch = 21\n")
     (place / "other.toml").write_text("prefetch = 22\n")
-    for words, meant in (((), 21), (("--config", "other.toml"), 22)):
-        command = ("run", "plain:service", "--workers", str(workers), *words)
+    for arguments, expected in (((), 21), (("--config", "other.toml"), 22)):
+        command = ("run", "plain:service", "--workers", str(workers), *arguments)
         with qkit(place, *command) as running:
-            running.until(lambda line: "-> connected" in line)  # by a worker
-            assert set(running.lines()) & {"prefetch 21", "prefetch 22"} == {f"prefetch {meant}"}
-            assert running.lines().count(f"prefetch {meant}") >= min(workers, 2)
+            running.until(lambda line: "-> connected" in line)  # logged by a worker
+            assert set(running.lines()) & {"prefetch 21", "prefetch 22"} == {f"prefetch {expected}"}
+            assert running.lines().count(f"prefetch {expected}") >= min(workers, 2)
             assert running.end() == 0
 
 
-def test_a_failure_is_a_line_of_the_log_too(place: Path) -> None:
+def test_an_error_is_logged_as_json(place: Path) -> None:
     with qkit(place, "run", "shop:servise", "--log-json") as running:
         assert running.process.wait(60) == 2
         (line,) = [line for line in running.lines() if not line.startswith("loaded")]
         assert "did you mean shop:service?" in json.loads(line)["message"]
 
 
-def test_what_an_error_holds_steers_no_terminal(
+def test_control_characters_in_errors_are_escaped(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = logging.getLogger()
     before = root.handlers[:], root.level
     try:
         set_up_logs(False, "info")
-        words = "\x1b[2J\x1b]0;owned\x07"
+        text = "\x1b[2J\x1b]0;owned\x07"
         try:
-            raise ValueError(words)
+            raise ValueError(text)
         except ValueError:
-            logging.getLogger("shop").exception("failed: %s", words)
+            logging.getLogger("shop").exception("failed: %s", text)
         written = capsys.readouterr().err
     finally:
         for handler in root.handlers[:]:
@@ -249,10 +247,10 @@ def test_what_an_error_holds_steers_no_terminal(
             root.addHandler(handler)
         root.setLevel(before[1])
     assert "\x1b" not in written
-    assert written.count("\\x1b[2J") == 2  # in the line, and in the traceback below it
+    assert written.count("\\x1b[2J") == 2  # in the log line and in the traceback below it
 
 
-def test_each_worker_is_told_where_to_serve_and_for_whom() -> None:
+def test_each_worker_gets_its_own_port_and_all_host_names() -> None:
     options = WebOptions(port=8710, host="0.0.0.0", token="t", hosts=["a.example", "b.example"])
     named = ["--allow-host", "a.example", "--allow-host", "b.example"]
     assert options.of_worker(2) == ["--host", "0.0.0.0", "--port", "8712", *named]
@@ -260,19 +258,19 @@ def test_each_worker_is_told_where_to_serve_and_for_whom() -> None:
     assert WebOptions(port=None, host="::1", token=None, hosts=["a.example"]).of_worker(2) == []
 
 
-def test_what_can_never_work_is_not_tried_again(place: Path) -> None:
+def test_a_worker_with_invalid_options_is_not_restarted(place: Path) -> None:
     with qkit(place, "run", "shop:servise", "--workers", "2") as running:
         assert running.process.wait(60) == 2
         assert any("did you mean shop:service?" in line for line in running.lines())
     with qkit(place, "run", "shop:service", "--workers", "2", "--port", "65535") as running:
         assert running.process.wait(60) == 2
-        assert any("beyond 65535" in line for line in running.lines())
+        assert any("--port 65535 is too high" in line for line in running.lines())
         assert not any("is process" in line for line in running.lines())
     with qkit(place, "run", "shop:service", "--log-level", "loud") as running:
         assert running.process.wait(60) == 2
 
 
-def test_the_pages_alone_show_what_others_do(place: Path, shell: Shell) -> None:
+def test_qkit_web_shows_queues_of_other_processes(place: Path, shell: Shell) -> None:
     shell.run("send", "orders", "1")
     with qkit(place, "web", "--port", "0", "--json", "--allow-host", "shop.example") as running:
         address = json.loads(f"{{{running.until(lambda line: 'address' in line)}}}")["address"]
@@ -286,7 +284,7 @@ def test_the_pages_alone_show_what_others_do(place: Path, shell: Shell) -> None:
         assert running.end() == 0
 
 
-# -- a SyncQueueService ----------------------------------------------------------------------
+# -- SyncQueueService ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -295,48 +293,51 @@ def sync_place(tmp_path: Path, shell: Shell) -> Path:
     return tmp_path
 
 
-def test_a_synchronous_service_runs_serves_its_pages_and_drains(
+def test_a_synchronous_service_handles_messages_serves_the_web_app_and_drains(
     sync_place: Path, shell: Shell
 ) -> None:
-    words = ("run", "shop:service", "--log-json", "--port", "0")
-    with qkit(sync_place, *words) as running:
+    arguments = ("run", "shop:service", "--log-json", "--port", "0")
+    with qkit(sync_place, *arguments) as running:
         served = json.loads(running.until(lambda line: "serving on http" in line))
         address = served["message"].removeprefix("serving on ")
         running.until(lambda line: "-> connected" in line)
         assert httpx.get(f"{address}readyz").status_code == 200
         shell.run("send", "orders", "1")
         running.until(lambda line: line == "begin 1")
-        assert running.end() == 0  # the handler sends while it drains
+        assert running.end() == 0  # the handler sends a message during the drain
         assert "sent 1" in running.lines()
-    with qkit(sync_place, "run", "shop:service") as running:  # what it sent then is still there
+    with qkit(sync_place, "run", "shop:service") as running:
+        # The message that was sent during the drain is still in the queue.
         running.until(lambda line: line == "billed 1")
-        shell.run("send", "orders", "0")  # this handler calls service.stop()
+        shell.run("send", "orders", "0")  # for 0, the handler calls service.stop()
         running.until(lambda line: line == "sent 0")
         assert running.process.wait(60) == 0
 
 
-def test_a_second_signal_forces_a_synchronous_service(sync_place: Path, shell: Shell) -> None:
+def test_a_second_signal_forces_the_shutdown_of_a_synchronous_service(
+    sync_place: Path, shell: Shell
+) -> None:
     with qkit(sync_place, "run", "shop:service") as running:
-        running.until(lambda line: "-> connected" in line or "this process owns" in line)
+        running.until(lambda line: "-> connected" in line or "this process now owns" in line)
         shell.run("send", "orders", "60")
         running.until(lambda line: line == "begin 60")
         running.process.send_signal(signal.SIGTERM)
-        running.until(lambda line: "a second signal forces" in line)
+        running.until(lambda line: "a second signal" in line)
         began = time.monotonic()
         assert running.end() == 0
-        assert time.monotonic() - began < 50  # its handler takes 60 s
-        assert any("left behind" in line for line in running.lines())
+        assert time.monotonic() - began < 50  # the handler takes 60 s
+        assert any("still running" in line for line in running.lines())
 
 
 @pytest.mark.slow
-def test_workers_of_a_synchronous_service_are_started_again_and_drain(
+def test_workers_of_a_synchronous_service_are_restarted_and_drain(
     sync_place: Path, shell: Shell
 ) -> None:
     with qkit(sync_place, "run", "shop:service", "--workers", "2") as running:
         running.until(lambda line: "worker 1 is process" in line)
-        running.until(lambda line: "this process owns" in line)
+        running.until(lambda line: "this process now owns" in line)
         shell.run("send", "orders", "--", "-1")
-        running.until(lambda line: "crashed (exit code 3), starting it again in" in line)
+        running.until(lambda line: "crashed (exit code 3); restarting in" in line)
         shell.run("send", "orders", "1")
         running.until(lambda line: line == "billed 1")
         assert running.end() == 0

@@ -1,4 +1,4 @@
-"""Bodies: what is sent decodes to the same, and what cannot be is refused in a bounded line."""
+"""Bodies: round trips, rejected values and short error messages."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Color(Enum):
     RED = "red"
 
 
-# What is sent decodes to the same
+# Round trips
 
 
 @pytest.mark.proves("002-testing-1")
@@ -143,14 +143,14 @@ def test_a_typed_body_is_json(kind: Any, value: Any, body: bytes) -> None:
     assert typed.encode(decoded) == (body, {})
 
 
-def test_a_plain_dataclass_comes_back_as_itself() -> None:
+def test_a_plain_dataclass_decodes_to_an_equal_value() -> None:
     body, headers = Codec(Plain).encode(Plain(1, 2.0))
     assert Codec(Plain).decode(b'{"id":1,"total":2.0}', headers) == Plain(1, 2.0)
     assert json.loads(body)["id"] == 1
 
 
 @pytest.mark.parametrize("value", [b"\x00\xff", bytearray(b"\x00\xff"), memoryview(b"\x00\xff")])
-def test_bytes_pass_untouched(value: Any) -> None:
+def test_bytes_are_sent_unchanged(value: Any) -> None:
     for raw in (Codec(bytes), Codec.any()):
         body, headers = raw.encode(value)
         assert (body, headers) == (b"\x00\xff", {"content-type": "application/octet-stream"})
@@ -174,7 +174,7 @@ def test_bytes_pass_untouched(value: Any) -> None:
         (None, b"null"),
     ],
 )
-def test_without_a_type_a_value_is_encoded_as_what_it_is(value: object, body: bytes) -> None:
+def test_without_a_type_a_value_is_encoded_by_its_own_type(value: object, body: bytes) -> None:
     assert Codec.any().encode(value) == (body, {})
 
 
@@ -188,20 +188,20 @@ values = st.recursive(
 
 @pytest.mark.proves("002-testing-1")
 @given(value=values, compressed=st.booleans())
-def test_any_json_value_comes_back_the_same(value: object, compressed: bool) -> None:
+def test_any_json_value_decodes_to_an_equal_value(value: object, compressed: bool) -> None:
     untyped = Codec.any(compression="gzip" if compressed else None)
     assert untyped.decode(*untyped.encode(value)) == value
 
 
 @given(body=st.binary(max_size=200), headers=st.sampled_from([{}, GZIP, {"content-type": "a/b"}]))
-def test_no_bytes_raise_anything_else(body: bytes, headers: dict[str, str]) -> None:
+def test_invalid_bytes_raise_only_decode_errors(body: bytes, headers: dict[str, str]) -> None:
     with pytest.raises((DecodeError, PayloadTooLarge)) as caught:
         Codec(Order).decode(body, headers)
     assert len(str(caught.value)) < 800
     assert "\n" not in str(caught.value)
 
 
-# What is refused on the way out
+# Values that cannot be encoded
 
 
 def circular() -> object:
@@ -218,7 +218,7 @@ def deep() -> object:
 
 
 class Unfinished(BaseModel):
-    later: NotYetDefined  # type: ignore[name-defined]  # noqa: F821 - that is the point
+    later: NotYetDefined  # type: ignore[name-defined]  # noqa: F821  # undefined on purpose
 
 
 def changed(**values: Any) -> Order:
@@ -228,10 +228,12 @@ def changed(**values: Any) -> Order:
 
 
 @pytest.mark.parametrize("action", ["ignore", "default", "error"])
-def test_a_field_changed_behind_pydantics_back_is_refused_whatever_the_filters(action: Any) -> None:
+def test_a_field_changed_without_validation_is_rejected_with_any_warning_filter(
+    action: Any,
+) -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter(action)
-        for _ in range(2):  # Python forgets a warning that it has given
+        for _ in range(2):  # Python shows a repeated warning only once
             with pytest.raises(InvalidBody, match="expected Order, got Order: id: "):
                 Codec(Order).encode(changed(id="x"))
             with pytest.raises(InvalidBody, match="expected any JSON value, got Order: "):
@@ -239,7 +241,7 @@ def test_a_field_changed_behind_pydantics_back_is_refused_whatever_the_filters(a
     assert not warned
 
 
-def test_where_python_does_not_refuse_warnings_pydantic_is_asked_to(
+def test_warnings_are_errors_even_without_the_warning_registry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(strict_json, "_WARNINGS_RAISE", False)
@@ -278,7 +280,7 @@ BAD_BODIES: list[tuple[Any, Any, type[QueueError], list[str]]] = [
     (None, "\ud800", InvalidBody, ["surrogates"]),
     (None, circular(), InvalidBody, ["Circular"]),
     (None, deep(), InvalidBody, ["depth"]),
-    (str, "x" * 2_000_000, PayloadTooLarge, ["2000002 bytes", "1048576 at most"]),
+    (str, "x" * 2_000_000, PayloadTooLarge, ["2000002 bytes", "at most 1048576"]),
     (bytes, b"x" * 2_000_000, PayloadTooLarge, ["2000000 bytes", "max_message_bytes"]),
 ]
 
@@ -286,7 +288,7 @@ BAD_BODIES: list[tuple[Any, Any, type[QueueError], list[str]]] = [
 @pytest.mark.parametrize(
     ("kind", "value", "error", "expected"), BAD_BODIES, ids=range(len(BAD_BODIES))
 )
-def test_a_bad_body_never_leaves(
+def test_an_invalid_body_is_rejected(
     kind: Any, value: Any, error: type[QueueError], expected: list[str]
 ) -> None:
     typed: Codec[Any] = Codec(kind)
@@ -298,17 +300,17 @@ def test_a_bad_body_never_leaves(
     assert caught.value.__context__ is None
 
 
-def test_a_refused_value_is_not_repeated() -> None:
+def test_an_error_does_not_contain_the_rejected_value() -> None:
     with pytest.raises(InvalidBody) as caught:
         Codec(Order).encode(changed(id="s3cr3t" * 100, total="s3cr3t"))
     assert "s3cr3t" not in str(caught.value)
 
 
-def test_a_model_changed_to_something_convertible_is_sent_converted() -> None:
+def test_a_field_changed_to_a_convertible_value_is_converted() -> None:
     assert Codec(Order).encode(changed(total="2")) == (b'{"id":1,"total":2.0}', {})
 
 
-def test_a_serializer_that_knows_nan_is_trusted() -> None:
+def test_a_custom_serializer_may_replace_nan() -> None:
     for encoder in (Codec(Softened), Codec.any()):
         assert encoder.encode(Softened(value=math.nan)) == (b'{"value":null}', {})
     assert Codec.any().encode(Constants(value=1.5)) == (b'{"value":1.5}', {})
@@ -317,12 +319,12 @@ def test_a_serializer_that_knows_nan_is_trusted() -> None:
 @pytest.mark.parametrize(
     "kind", [type("Thing", (), {}), "Nowhere", lambda: 0, Callable[[int], int]]
 )
-def test_a_type_without_a_schema_is_a_mistake_of_the_program(kind: Any) -> None:
-    with pytest.raises(ConfigError, match="cannot be a body: use a pydantic model"):
+def test_a_type_without_a_schema_raises_a_config_error(kind: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot be the type of a body: use a pydantic"):
         Codec(kind)
 
 
-# What is refused on the way in
+# Bodies that cannot be decoded
 
 
 LENIENT = [
@@ -334,17 +336,17 @@ LENIENT = [
 
 
 @pytest.mark.parametrize("content_type", [*LENIENT, "application/octet-stream", "", None])
-def test_json_of_other_programs_is_read_under_many_names(content_type: str | None) -> None:
+def test_json_is_decoded_under_several_content_types(content_type: str | None) -> None:
     headers = {} if content_type is None else {"content-type": content_type}
     assert Codec(Order).decode(ORDER, headers) == Order(id=1, total=9.5)
 
 
-def test_a_byte_order_mark_is_no_obstacle() -> None:
+def test_a_byte_order_mark_is_ignored() -> None:
     assert Codec(Order).decode(b"\xef\xbb\xbf" + ORDER, {}) == Order(id=1, total=9.5)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "identity", "binary", "UTF-8"])
-def test_a_charset_in_the_place_of_an_encoding_is_no_obstacle(encoding: str) -> None:
+def test_a_charset_as_content_encoding_is_ignored(encoding: str) -> None:
     assert Codec(Order).decode(ORDER, {"content-encoding": encoding}) == Order(id=1, total=9.5)
 
 
@@ -357,7 +359,9 @@ def test_a_charset_in_the_place_of_an_encoding_is_no_obstacle(encoding: str) -> 
         (b'"quoted"', None, "quoted"),
     ],
 )
-def test_text_is_text_and_json_is_json(body: bytes, content_type: str | None, text: str) -> None:
+def test_the_content_type_selects_text_or_json(
+    body: bytes, content_type: str | None, text: str
+) -> None:
     headers = {} if content_type is None else {"content-type": content_type}
     assert Codec(str).decode(body, headers) == text
 
@@ -366,7 +370,7 @@ def member(data: bytes) -> bytes:
     return gzip.compress(data, mtime=0)
 
 
-UNREADABLE: list[tuple[Any, bytes, Mapping[str, str], type[QueueError], list[str]]] = [
+UNDECODABLE: list[tuple[Any, bytes, Mapping[str, str], type[QueueError], list[str]]] = [
     (Order, b"", {}, DecodeError, ["expected Order", "Invalid JSON"]),
     (Order, b'{"id":', {}, DecodeError, ["Invalid JSON"]),
     (Order, b"\xff\xfe\x00", {}, DecodeError, ["Invalid JSON"]),
@@ -392,14 +396,14 @@ UNREADABLE: list[tuple[Any, bytes, Mapping[str, str], type[QueueError], list[str
     (Order, member(ORDER) + b"more", GZIP, DecodeError, ["other data follows"]),
     (Order, member(ORDER)[:-8] + b"\0" * 8, GZIP, DecodeError, ["damaged gzip"]),
     (Order, b"x" * 2_000_000, {}, PayloadTooLarge, ["2000000 bytes"]),
-    (bytes, member(b"x" * 2_000_000), GZIP, PayloadTooLarge, ["opens to more", "1048576"]),
+    (bytes, member(b"x" * 2_000_000), GZIP, PayloadTooLarge, ["decompresses to more", "1048576"]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "headers", "error", "expected"), UNREADABLE, ids=range(len(UNREADABLE))
+    ("kind", "body", "headers", "error", "expected"), UNDECODABLE, ids=range(len(UNDECODABLE))
 )
-def test_what_cannot_be_read_is_said_in_a_line(
+def test_an_undecodable_body_raises_a_short_error(
     kind: Any, body: bytes, headers: Mapping[str, str], error: type[QueueError], expected: list[str]
 ) -> None:
     typed: Codec[Any] = Codec(kind)
@@ -412,7 +416,7 @@ def test_what_cannot_be_read_is_said_in_a_line(
     assert "\r" not in str(caught.value)
 
 
-def test_a_validator_that_breaks_is_an_undecodable_body() -> None:
+def test_a_validator_that_fails_raises_a_decode_error() -> None:
     class Fragile(BaseModel):
         id: int
 
@@ -427,44 +431,44 @@ def test_a_validator_that_breaks_is_an_undecodable_body() -> None:
 
 
 @pytest.mark.proves("003-speed-8", "003-speed-10")
-def test_gzip_is_used_on_request_and_marked() -> None:
-    packed = Codec(Order, compression="gzip")
-    body, headers = packed.encode(Order(id=1, total=9.5))
+def test_gzip_is_optional_and_marked_in_the_headers() -> None:
+    compressing = Codec(Order, compression="gzip")
+    body, headers = compressing.encode(Order(id=1, total=9.5))
     assert headers == GZIP
     assert gzip.decompress(body) == ORDER
-    assert packed.encode(Order(id=1, total=9.5))[0] == body
+    assert compressing.encode(Order(id=1, total=9.5))[0] == body
     assert Codec(Order).decode(body, headers) == Order(id=1, total=9.5)
 
 
-def test_packed_bytes_keep_their_type() -> None:
+def test_compressed_bytes_keep_their_content_type() -> None:
     body, headers = Codec(bytes, compression="gzip").encode(b"\xff" * 1000)
     assert headers == {"content-type": "application/octet-stream", "content-encoding": "gzip"}
     assert len(body) < 100
     assert Codec(bytes).decode(body, headers) == b"\xff" * 1000
 
 
-def test_the_limit_holds_for_the_packed_body_too() -> None:
+def test_the_limit_applies_to_the_compressed_body() -> None:
     noise = bytes(range(256))
-    packed = Codec(bytes, compression="gzip", max_bytes=len(noise))
-    with pytest.raises(PayloadTooLarge, match="in gzip"):
-        packed.encode(noise)
+    compressing = Codec(bytes, compression="gzip", max_bytes=len(noise))
+    with pytest.raises(PayloadTooLarge, match="compressed body"):
+        compressing.encode(noise)
 
 
-def test_members_and_padding_make_one_body() -> None:
+def test_gzip_members_and_padding_are_one_body() -> None:
     body = member(b'{"id":1,') + member(b"") + member(b'"total":9.5}') + b"\0" * 7
     assert decompress(body, GZIP, 1024) == ORDER
     assert decompress(member(b"x" * 1024), {"content-encoding": " X-GZIP "}, 1024) == b"x" * 1024
     assert decompress(ORDER, {}, 1024) == ORDER
 
 
-def test_many_members_cost_no_more_than_one() -> None:
+def test_many_gzip_members_are_decompressed_quickly() -> None:
     assert decompress(member(b"") * 20_000, GZIP, 1 << 20) == b""
 
 
-def test_a_bomb_is_refused_in_bounded_memory() -> None:
-    packer = zlib.compressobj(9, wbits=31)
+def test_a_gzip_bomb_is_rejected_with_little_memory() -> None:
+    compressor = zlib.compressobj(9, wbits=31)
     zeros = bytes(1_000_000)
-    bomb = b"".join(packer.compress(zeros) for _ in range(200)) + packer.flush()
+    bomb = b"".join(compressor.compress(zeros) for _ in range(200)) + compressor.flush()
     assert len(bomb) < 250_000
     tracemalloc.start()
     try:
@@ -476,7 +480,7 @@ def test_a_bomb_is_refused_in_bounded_memory() -> None:
     assert peak < 8 << 20
 
 
-# The rest
+# Type names and imports
 
 
 @pytest.mark.parametrize(
@@ -491,11 +495,11 @@ def test_a_bomb_is_refused_in_bounded_memory() -> None:
         (Any, "Any"),
     ],
 )
-def test_types_are_named_as_a_person_would(kind: Any, name: str) -> None:
+def test_types_are_named_as_in_source_code(kind: Any, name: str) -> None:
     assert type_name(kind) == name
 
 
-def test_no_loader_that_runs_what_it_reads() -> None:
+def test_no_module_imports_a_loader_that_can_run_code() -> None:
     for module in (codec, compression):
         source = Path(str(module.__file__)).read_text()
         imports = [line for line in source.splitlines() if line.startswith(("import", "from"))]

@@ -1,4 +1,4 @@
-"""Mark the scenarios with the requirements that they prove."""
+"""Hook that marks the conformance scenarios with the requirements that they prove."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Twenty and more backends and policies with one deliberate bug each, for test_planted_faults.py.
+"""Conformance suites with one deliberate bug each, in a backend or a policy.
 
-Each fault is a class of the suite with one thing broken, and the names of scenarios that must turn
-red for it. It is run by a pytest of its own, which is expected to fail.
+Each fault is registered with the scenarios that must fail because of it. ``test_planted_faults.py``
+runs these suites in a separate pytest process, which is expected to fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {}
 
 
 def fault(*scenarios: str) -> Callable[[Plant], Plant]:
-    """Register a planted fault with the scenarios that must catch it."""
+    """Register a planted fault with the scenarios that must detect it."""
 
     def add(plant: Plant) -> Plant:
         FAULTS[plant.__name__] = (plant, scenarios)
@@ -52,15 +52,15 @@ def fault(*scenarios: str) -> Callable[[Plant], Plant]:
 def wrap(
     patch: pytest.MonkeyPatch, owner: type, name: str, change: Callable[[Any], Callable[..., Any]]
 ) -> None:
-    """Replace a method by ``change(original)``."""
+    """Replace a method with ``change(original)``."""
     patch.setattr(owner, name, change(getattr(owner, name)))
 
 
 # -- declarations --------------------------------------------------------------------------------
 
 
-@fault("test_a_sender_does_not_change_how_often_a_message_may_crash")
-def a_sender_sets_how_often_a_message_may_crash(patch: pytest.MonkeyPatch) -> None:
+@fault("test_a_sender_does_not_change_max_deliveries")
+def a_sender_sets_max_deliveries(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Callable[..., Any]:
         async def declare(self: Any, spec: QueueSpec) -> None:
             if spec.max_deliveries is None and not spec.drop_oldest:
@@ -72,8 +72,8 @@ def a_sender_sets_how_often_a_message_may_crash(patch: pytest.MonkeyPatch) -> No
     wrap(patch, NativeBackend, "declare", change)
 
 
-@fault("test_what_expires_is_no_dead_letter_where_the_consumer_keeps_none")
-def a_consumer_cannot_do_without_dead_letters(patch: pytest.MonkeyPatch) -> None:
+@fault("test_an_expired_message_is_not_dead_lettered_if_dead_letters_are_disabled")
+def a_consumer_always_has_dead_letters(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Callable[..., Any]:
         async def declare(self: Any, spec: QueueSpec) -> None:
             if spec.dead_letter is None and not spec.drop_oldest:
@@ -86,16 +86,16 @@ def a_consumer_cannot_do_without_dead_letters(patch: pytest.MonkeyPatch) -> None
 
 
 @fault(
-    "test_a_worker_starts_on_what_a_plain_sender_declared",
+    "test_a_worker_starts_on_a_channel_declared_by_a_sender",
     "test_two_versions_of_a_worker_run_side_by_side",
 )
-def a_second_declaration_with_other_options_is_refused(patch: pytest.MonkeyPatch) -> None:
+def a_second_declaration_with_other_options_raises(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Callable[..., Any]:
         async def declare(self: Any, spec: QueueSpec) -> None:
             engine = self._engine
             known = engine.__dict__.setdefault("declared_as", {})
             if known.setdefault(spec.name, spec) != spec:
-                raise ConfigError(f"{spec.name} was declared otherwise")
+                raise ConfigError(f"{spec.name} was already declared with other options")
             await original(self, spec)
 
         return declare
@@ -106,20 +106,20 @@ def a_second_declaration_with_other_options_is_refused(patch: pytest.MonkeyPatch
 # -- backends ------------------------------------------------------------------------------------
 
 
-@fault("test_an_acknowledged_message_does_not_come_back")
-def ack_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+@fault("test_an_acknowledged_message_is_not_redelivered")
+def ack_does_nothing(patch: pytest.MonkeyPatch) -> None:
     async def ack(self: NativeSubscription, delivery: Delivery) -> None: ...
 
     patch.setattr(NativeSubscription, "ack", ack)
 
 
-@fault("test_a_cancelled_receive_loses_nothing")
-def drops_on_cancel(patch: pytest.MonkeyPatch) -> None:
+@fault("test_a_cancelled_receive_loses_no_message")
+def loses_messages_on_cancel(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         async def receive(self: NativeSubscription, limit: int) -> list[Delivery]:
             deliveries = await original(self, limit)
             try:
-                await asyncio.sleep(0)  # the reply is on its way
+                await asyncio.sleep(0)  # a cancellation may arrive here, after the claim
             except asyncio.CancelledError:
                 for delivery in deliveries:
                     await self.ack(delivery)
@@ -131,8 +131,8 @@ def drops_on_cancel(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, NativeSubscription, "receive", change)
 
 
-@fault("test_each_delivery_has_the_next_attempt_number")
-def forgets_to_count_an_attempt(patch: pytest.MonkeyPatch) -> None:
+@fault("test_each_delivery_increments_the_attempt_number")
+def does_not_count_attempts(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def release(self: QueueState, now: float, token: int, delay: float = 0.0, **kw: Any) -> Any:
             return original(self, now, token, delay, **{**kw, "count_attempt": False})
@@ -143,10 +143,10 @@ def forgets_to_count_an_attempt(patch: pytest.MonkeyPatch) -> None:
 
 
 @fault(
-    "test_a_release_that_is_not_charged_repeats_the_attempt_number",
-    "test_the_deadline_cancels_and_gives_back_without_a_charge",
+    "test_a_release_without_count_attempt_keeps_the_attempt_number",
+    "test_the_shutdown_deadline_cancels_handlers_without_counting_an_attempt",
 )
-def charges_every_release(patch: pytest.MonkeyPatch) -> None:
+def every_release_counts_an_attempt(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def release(self: QueueState, now: float, token: int, delay: float = 0.0, **kw: Any) -> Any:
             return original(self, now, token, delay, **{**kw, "count_attempt": True})
@@ -157,10 +157,10 @@ def charges_every_release(patch: pytest.MonkeyPatch) -> None:
 
 
 @fault(
-    "test_a_delayed_release_is_never_early_and_not_late",
-    "test_backoff_grows_up_to_its_limit_and_is_never_early",
+    "test_a_message_released_with_a_delay_is_redelivered_on_time",
+    "test_backoff_grows_up_to_its_limit_and_no_retry_is_early",
 )
-def delivers_a_retry_early(patch: pytest.MonkeyPatch) -> None:
+def delivers_retries_early(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def release(self: QueueState, now: float, token: int, delay: float = 0.0, **kw: Any) -> Any:
             return original(self, now, token, delay * 0.9, **kw)
@@ -170,7 +170,7 @@ def delivers_a_retry_early(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, QueueState, "release", change)
 
 
-@fault("test_a_delayed_message_is_never_early_and_not_late")
+@fault("test_a_delayed_message_is_delivered_on_time")
 def ignores_the_delay_of_a_send(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         async def publish(self: NativeBackend, queue: str, items: list[Envelope]) -> list[Sent]:
@@ -181,7 +181,7 @@ def ignores_the_delay_of_a_send(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, NativeBackend, "publish", change)
 
 
-@fault("test_release_writes_the_headers_back", "test_headers_survive_a_retry")
+@fault("test_release_stores_the_changed_headers", "test_headers_survive_a_retry")
 def loses_headers_on_release(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def release(self: QueueState, now: float, token: int, delay: float = 0.0, **kw: Any) -> Any:
@@ -217,7 +217,7 @@ def ignores_prefetch(patch: pytest.MonkeyPatch) -> None:
 
 
 @fault("test_receive_never_returns_more_than_the_limit")
-def ignores_the_limit(patch: pytest.MonkeyPatch) -> None:
+def exceeds_the_receive_limit(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
         NativeSubscription,
@@ -226,12 +226,12 @@ def ignores_the_limit(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault("test_a_late_ack_is_refused_and_settles_nobody_elses_delivery")
-def settles_a_late_ack(patch: pytest.MonkeyPatch) -> None:
+@fault("test_a_late_ack_raises_and_settles_no_other_delivery")
+def accepts_a_late_ack(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def ack(self: QueueState, token: int) -> None:
             if token not in self.leases.regular:
-                token = next(iter(self.leases.regular), token)  # by message instead of by delivery
+                token = next(iter(self.leases.regular), token)  # settles another delivery
             original(self, token)
 
         return ack
@@ -239,7 +239,7 @@ def settles_a_late_ack(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, QueueState, "ack", change)
 
 
-@fault("test_settling_twice_is_refused")
+@fault("test_settling_a_delivery_twice_raises")
 def accepts_a_second_ack(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         async def ack(self: NativeSubscription, delivery: Delivery) -> None:
@@ -254,9 +254,9 @@ def accepts_a_second_ack(patch: pytest.MonkeyPatch) -> None:
 
 
 @fault(
-    "test_an_expired_lease_brings_the_message_back_and_counts",
-    "test_a_message_whose_leases_run_out_too_often_is_a_dead_letter",
-    "test_a_message_that_kills_its_consumers_ends_in_the_dead_letters",
+    "test_an_expired_lease_redelivers_the_message_and_counts_an_attempt",
+    "test_a_message_whose_lease_expires_too_often_is_dead_lettered",
+    "test_a_message_that_crashes_its_consumers_is_dead_lettered",
 )
 def leases_never_expire(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
@@ -268,7 +268,10 @@ def leases_never_expire(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, QueueState, "claim", change)
 
 
-@fault("test_a_renewed_lease_does_not_expire", "test_a_handler_longer_than_ten_leases_runs_once")
+@fault(
+    "test_a_renewed_lease_does_not_expire",
+    "test_a_handler_that_runs_longer_than_ten_leases_runs_once",
+)
 def extend_does_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(QueueState, "extend", lambda self, now, token, seconds: None)
 
@@ -284,7 +287,7 @@ def expiry_does_not_wait_for_renewals(patch: pytest.MonkeyPatch) -> None:
 
 
 @fault("test_stop_wakes_a_parked_receive")
-def stop_leaves_the_parked_asleep(patch: pytest.MonkeyPatch) -> None:
+def stop_does_not_wake_a_parked_receive(patch: pytest.MonkeyPatch) -> None:
     async def stop(self: NativeSubscription) -> None:
         self._stopped = True
 
@@ -292,14 +295,14 @@ def stop_leaves_the_parked_asleep(patch: pytest.MonkeyPatch) -> None:
 
 
 @fault(
-    "test_leaving_a_subscription_gives_back_what_it_holds_uncharged",
-    "test_what_a_consumer_left_unsettled_goes_to_another",
+    "test_closing_a_subscription_releases_its_messages_without_counting_an_attempt",
+    "test_unsettled_messages_go_to_another_consumer",
 )
-def keeps_what_a_dead_consumer_held(patch: pytest.MonkeyPatch) -> None:
+def a_closed_subscription_keeps_its_messages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NativeSubscription, "release_uncharged", lambda self: None)
 
 
-@fault("test_a_higher_priority_comes_first_and_equals_keep_their_order")
+@fault("test_higher_priorities_are_delivered_first_and_equal_ones_in_order")
 def ignores_priority(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         async def publish(self: NativeBackend, queue: str, items: list[Envelope]) -> list[Sent]:
@@ -311,7 +314,7 @@ def ignores_priority(patch: pytest.MonkeyPatch) -> None:
 
 
 @fault("test_one_consumer_gets_each_message_once_and_in_order")
-def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
+def delivers_last_in_first_out(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
         QueueState,
@@ -320,8 +323,8 @@ def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault("test_a_message_is_there_when_send_returns", "test_a_large_batch_arrives_whole")
-def confirms_and_drops(patch: pytest.MonkeyPatch) -> None:
+@fault("test_a_message_is_on_the_broker_when_send_returns", "test_a_large_batch_arrives_completely")
+def confirms_a_message_and_drops_it(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         async def publish(self: NativeBackend, queue: str, items: list[Envelope]) -> list[Sent]:
             sent = await original(self, queue, items)
@@ -333,7 +336,7 @@ def confirms_and_drops(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, NativeBackend, "publish", change)
 
 
-@fault("test_competing_consumers_share_and_each_message_goes_to_one")
+@fault("test_each_message_goes_to_one_of_several_competing_consumers")
 def delivers_twice(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         async def publish(self: NativeBackend, queue: str, items: list[Envelope]) -> list[Sent]:
@@ -345,7 +348,7 @@ def delivers_twice(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, NativeBackend, "publish", change)
 
 
-@fault("test_each_group_gets_a_copy", "test_services_with_different_groups_both_get_it")
+@fault("test_each_group_gets_a_copy", "test_services_with_different_groups_each_receive_a_copy")
 def a_topic_reaches_one_group(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def put(self: Topic, *args: Any, **kw: Any) -> Any:
@@ -365,8 +368,8 @@ def a_topic_reaches_one_group(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Topic, "put", change)
 
 
-@fault("test_peek_takes_no_attempt")
-def peek_consumes(patch: pytest.MonkeyPatch) -> None:
+@fault("test_peek_does_not_count_an_attempt")
+def peek_removes_messages(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         async def peek(self: NativeBackend, queue: str, limit: int) -> list[Envelope]:
             found: list[Envelope] = await original(self, queue, limit)
@@ -378,8 +381,8 @@ def peek_consumes(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, NativeBackend, "peek", change)
 
 
-@fault("test_when_there_are_too_many_the_oldest_go")
-def dead_letters_without_a_cap(patch: pytest.MonkeyPatch) -> None:
+@fault("test_a_full_dead_letter_queue_drops_the_oldest")
+def dead_letters_are_unlimited(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def set_limits(self: QueueState, **kw: Any) -> None:
             original(self, **{**kw, "max_depth": 1_000_000})
@@ -389,8 +392,8 @@ def dead_letters_without_a_cap(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, QueueState, "set_limits", change)
 
 
-@fault("test_the_backend_declares_exactly_its_column")
-def claims_to_be_durable(patch: pytest.MonkeyPatch) -> None:
+@fault("test_the_backend_declares_exactly_its_capabilities")
+def declares_to_be_durable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NativeBackend, "capabilities", MATRIX["native-durable"])
 
 
@@ -399,11 +402,11 @@ def claims_to_be_durable(patch: pytest.MonkeyPatch) -> None:
 
 @fault(
     "test_a_dead_letter_is_confirmed_before_its_message_is_acknowledged",
-    "test_a_dead_letter_that_cannot_be_written_is_tried_again_and_its_handler_is_not",
+    "test_a_failed_dead_letter_write_is_retried_without_calling_the_handler",
 )
 def acks_before_the_dead_letter_is_written(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
-        async def bury(
+        async def dead_letter(
             self: Settlement, subscription: Any, delivery: Any, outcome: Any, over: Any
         ) -> None:
             await subscription.ack(delivery)
@@ -417,13 +420,13 @@ def acks_before_the_dead_letter_is_written(patch: pytest.MonkeyPatch) -> None:
                 )
                 await self._write(letter)
 
-        return bury
+        return dead_letter
 
     wrap(patch, Settlement, "_dead_letter", change)
 
 
-@fault("test_a_failing_handler_is_called_max_attempts_times_and_no_more")
-def one_attempt_too_few(patch: pytest.MonkeyPatch) -> None:
+@fault("test_a_failing_handler_is_called_exactly_max_attempts_times")
+def makes_one_attempt_too_few(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def wait(self: RetryPolicy, error: Exception, *, attempt: int, asked: Any = None) -> Any:
             return original(self, error, attempt=attempt + 1, asked=asked)
@@ -433,8 +436,8 @@ def one_attempt_too_few(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, RetryPolicy, "wait", change)
 
 
-@fault("test_bytes_that_cannot_be_decoded_are_a_dead_letter_at_once")
-def retries_what_cannot_be_decoded(patch: pytest.MonkeyPatch) -> None:
+@fault("test_an_undecodable_body_is_dead_lettered_without_a_retry")
+def retries_undecodable_bodies(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def decode(self: Codec[object], body: bytes, headers: dict[str, str]) -> object:
             try:
@@ -447,8 +450,8 @@ def retries_what_cannot_be_decoded(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Codec, "decode", change)
 
 
-@fault("test_messages_of_one_key_are_handled_one_after_the_other")
-def no_key_lanes(patch: pytest.MonkeyPatch) -> None:
+@fault("test_messages_with_the_same_key_are_handled_in_order_and_never_concurrently")
+def ignores_keys(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def init(self: DeliveryBuffer, *, lanes: bool, **kw: Any) -> None:
             original(self, lanes=False, **kw)
@@ -463,8 +466,8 @@ def pause_does_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Consumer, "pause", lambda self: None)
 
 
-@fault("test_shutdown_waits_for_running_handlers_and_settles_them")
-def shutdown_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
+@fault("test_shutdown_waits_for_running_handlers_and_settles_their_messages")
+def shutdown_does_not_wait_for_handlers(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
         ConsumerPool,
@@ -473,7 +476,7 @@ def shutdown_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault("test_failures_are_counted_by_their_kind", "test_each_failure_is_told_and_counted")
+@fault("test_failures_are_counted_by_kind", "test_each_failure_emits_an_event_and_is_counted")
 def retries_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def record_retry(self: Settlement, envelope: Envelope, outcome: RetryLater) -> None:
@@ -486,8 +489,8 @@ def retries_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Settlement, "record_retry", change)
 
 
-@fault("test_replay_sends_all_of_them_again_as_they_were")
-def replay_gives_a_new_id(patch: pytest.MonkeyPatch) -> None:
+@fault("test_replay_resends_all_dead_letters_unchanged")
+def replay_changes_the_id(patch: pytest.MonkeyPatch) -> None:
     wrap(
         patch,
         DeadLetter,
@@ -496,21 +499,21 @@ def replay_gives_a_new_id(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@fault("test_replay_while_consumers_run_loses_and_repeats_nothing")
-def replay_leaves_the_letter_behind(patch: pytest.MonkeyPatch) -> None:
+@fault("test_replay_while_consumers_run_neither_loses_nor_repeats_messages")
+def replay_does_not_remove_the_dead_letter(patch: pytest.MonkeyPatch) -> None:
     async def remove(self: NativeBackend, queue: str, ids: list[str]) -> int:
         return len(ids)
 
     patch.setattr(NativeBackend, "remove", remove)
 
 
-@fault("test_a_broker_that_does_not_answer_is_noticed_and_its_return_too")
-def health_never_notices(patch: pytest.MonkeyPatch) -> None:
+@fault("test_health_reports_an_unresponsive_broker_and_its_recovery")
+def health_ignores_failures(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ConnectionTracker, "record_failure", lambda self, error: None)
 
 
-@fault("test_a_compressed_body_is_small_on_the_broker")
-def compression_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+@fault("test_a_compressed_body_is_stored_compressed")
+def compression_does_nothing(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def init(self: Codec[object], type_: Any, **kw: Any) -> None:
             original(self, type_, **{**kw, "compression": None})
@@ -520,14 +523,14 @@ def compression_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Codec, "__init__", change)
 
 
-@fault("test_a_send_that_a_synchronous_handler_does_not_await_fails_the_attempt")
-def send_checks_no_loop(patch: pytest.MonkeyPatch) -> None:
+@fault("test_an_asynchronous_send_in_a_synchronous_handler_fails_the_attempt")
+def send_does_not_check_the_loop(patch: pytest.MonkeyPatch) -> None:
     def check(self: ServiceRuntime, operation: str) -> None: ...
 
     patch.setattr(ServiceRuntime, "check_loop", check)
 
 
-# -- the suite, once for each --------------------------------------------------------------------
+# -- one suite for each fault --------------------------------------------------------------------
 
 
 def _suite(name: str, plant: Plant, scenarios: tuple[str, ...]) -> type:
@@ -536,7 +539,7 @@ def _suite(name: str, plant: Plant, scenarios: tuple[str, ...]) -> type:
         virtual_time = True
 
         @pytest_asyncio.fixture
-        async def new_backend(  # type: ignore[override]  # a fixture may ask for more
+        async def new_backend(  # type: ignore[override]  # fixtures may have more arguments
             self, clock: Clock, monkeypatch: pytest.MonkeyPatch
         ) -> AsyncGenerator[NewBackend, None]:
             plant(monkeypatch)
@@ -545,13 +548,13 @@ def _suite(name: str, plant: Plant, scenarios: tuple[str, ...]) -> type:
 
     for scenario in dir(Conformance):
         if scenario.startswith("test_") and scenario not in scenarios:
-            setattr(Planted, scenario, None)  # not collected: thousands that nobody runs
+            setattr(Planted, scenario, None)  # collect only the given scenarios
     Planted.__name__ = Planted.__qualname__ = f"Test_{name}"
     return Planted
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:
-    """No fault: every scenario must pass."""
+    """Plant no fault, so that every scenario must pass."""
 
 
 _every = tuple(scenario for _, scenarios in FAULTS.values() for scenario in scenarios)

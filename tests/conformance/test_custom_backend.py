@@ -1,4 +1,4 @@
-"""The toy of examples/custom_backend.py, written from the docs alone, keeps the contract."""
+"""Conformance suite on the backend of ``examples/custom_backend.py``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ class TestToy(Conformance):
         yield lambda: Toy(queues)
 
 
-def test_it_is_short() -> None:
+def test_the_example_is_at_most_150_lines_long() -> None:
     example = Path(__file__).parents[2] / "examples" / "custom_backend.py"
     assert len(example.read_text().splitlines()) <= 150
 
 
-async def test_it_is_opened_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_backend_is_opened_through_its_entry_point(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     entry = EntryPoint("toy", "examples.custom_backend:open_toy", "qkit.backends")
     monkeypatch.setattr(
         "importlib.metadata.entry_points", lambda **wanted: EntryPoints([entry]).select(**wanted)

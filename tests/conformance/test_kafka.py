@@ -1,4 +1,4 @@
-"""Kafka keeps the contract, on a real server."""
+"""Conformance suite on a real Kafka server."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class TestKafka(Conformance):
     column = MATRIX["kafka"]
     settings: ClassVar[SettingsValues] = {
         "type": "kafka",
-        "url": "localhost:9092",  # unused: the backends are given
+        "url": "localhost:9092",  # unused: the fixture creates the backends
     }
 
     @pytest_asyncio.fixture
-    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+    async def new_backend(  # type: ignore[override]  # fixtures may have more arguments
         self, clock: Clock, kafka_url: str
     ) -> AsyncGenerator[NewBackend, None]:
         yield lambda: KafkaBackend(kafka_url, clock=clock, partitions=4, heartbeat=0.2)

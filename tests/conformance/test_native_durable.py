@@ -1,4 +1,4 @@
-"""The native engine in a directory keeps the contract."""
+"""Conformance suite on the native engine in a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native engine in memory keeps the contract."""
+"""Conformance suite on the native engine in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of a native directory keeps the contract as its owner does."""
+"""Conformance suite on a client that reaches the native engine through a Unix socket."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from qkit.testing import VirtualClock
 
 class TestNativeSocket(Conformance):
     column = MATRIX["native-memory"]
-    virtual_time = True  # both ends are in one loop: what one writes the other can read at once
+    virtual_time = True  # client and owner share one loop, so replies take no virtual time
 
     async def open(self, directory: str, clock: Clock) -> Engine:
         return Engine(clock=clock)
 
     @pytest_asyncio.fixture
-    async def clock(  # type: ignore[override]  # a fixture's arguments are pytest's business
+    async def clock(  # type: ignore[override]  # fixtures may have more arguments
         self, request: pytest.FixtureRequest
     ) -> AsyncGenerator[Clock, None]:
-        """Virtual, except where a blocked loop must be outlived: that takes a thread."""
-        if "blocks_the_loop" in request.node.name:
+        """Virtual clock, or the system clock for scenarios that block the loop."""
+        if "blocks_the_loop" in request.node.name:  # a thread renews the lease
             yield SystemClock()
             return
         with VirtualClock() as clock:

@@ -1,4 +1,4 @@
-"""The suite can fail: each planted fault turns the scenarios named for it red."""
+"""Each planted fault must make its registered scenarios fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLANTED = Path(__file__).with_name("planted.py")
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What became of every scenario that is named for a fault, and of the same ones without it."""
+    """Outcome of each registered scenario, with its fault and without."""
     wanted = [
         f"{PLANTED}::Test_{suite}::{scenario}"
         for fault, (_, scenarios) in FAULTS.items()
@@ -44,7 +44,7 @@ def outcomes() -> dict[str, str]:
     return found
 
 
-def test_there_are_at_least_twenty_faults() -> None:
+def test_at_least_twenty_faults_are_planted() -> None:
     assert len(FAULTS) >= 20
 
 
@@ -52,6 +52,8 @@ CASES = [(fault, scenario) for fault, (_, scenarios) in FAULTS.items() for scena
 
 
 @pytest.mark.parametrize(("fault", "scenario"), CASES)
-def test_a_planted_fault_is_caught(fault: str, scenario: str, outcomes: dict[str, str]) -> None:
+def test_a_planted_fault_makes_its_scenarios_fail(
+    fault: str, scenario: str, outcomes: dict[str, str]
+) -> None:
     assert outcomes.get(f"Test_nothing::{scenario}") == "PASSED"
     assert outcomes.get(f"Test_{fault}::{scenario}") == "FAILED"

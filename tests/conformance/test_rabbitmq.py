@@ -1,4 +1,4 @@
-"""RabbitMQ keeps the contract on a real server, with classic and with quorum queues."""
+"""Conformance suite on a real RabbitMQ server, with classic and quorum queues."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TestRabbitMQClassic(Conformance):
     column = MATRIX["rabbitmq-classic"]
     settings: ClassVar[SettingsValues] = {
         "type": "rabbitmq",
-        "url": "amqp://localhost/",  # unused: the backends are given
+        "url": "amqp://localhost/",  # unused: the fixture creates the backends
     }
 
     @pytest_asyncio.fixture
-    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+    async def new_backend(  # type: ignore[override]  # fixtures may have more arguments
         self, clock: Clock, rabbitmq_url: str
     ) -> AsyncGenerator[NewBackend, None]:
         async with _backends(rabbitmq_url, clock) as new_backend:
@@ -43,13 +43,13 @@ class TestRabbitMQClassic(Conformance):
 
 
 class TestRabbitMQQuorum(Conformance):
-    """On one node: the queues are the same, with one copy."""
+    """Conformance of quorum queues with one replica each, on a single node."""
 
     column = MATRIX["rabbitmq-quorum"]
     settings: ClassVar[SettingsValues] = TestRabbitMQClassic.settings
 
     @pytest_asyncio.fixture
-    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+    async def new_backend(  # type: ignore[override]  # fixtures may have more arguments
         self, clock: Clock, rabbitmq_url: str
     ) -> AsyncGenerator[NewBackend, None]:
         async with _backends(rabbitmq_url, clock, quorum=True) as new_backend:

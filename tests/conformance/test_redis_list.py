@@ -1,4 +1,4 @@
-"""Redis lists keep the contract, on a real server."""
+"""Conformance suite on Redis lists, with a real server."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TestRedisList(Conformance):
     settings: ClassVar[SettingsValues] = {
         "type": "redis",
         "mode": "list",
-        "url": "redis://localhost/",  # unused: the backends are given
+        "url": "redis://localhost/",  # unused: the fixture creates the backends
     }
 
     @pytest_asyncio.fixture
-    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+    async def new_backend(  # type: ignore[override]  # fixtures may have more arguments
         self, clock: Clock, redis_url: str
     ) -> AsyncGenerator[NewBackend, None]:
         yield lambda: RedisListBackend(redis_url, clock=clock)
@@ -33,7 +33,7 @@ class TestRedisListUnreliable(Conformance):
     settings: ClassVar[SettingsValues] = {**TestRedisList.settings, "reliable": False}
 
     @pytest_asyncio.fixture
-    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+    async def new_backend(  # type: ignore[override]  # fixtures may have more arguments
         self, clock: Clock, redis_url: str
     ) -> AsyncGenerator[NewBackend, None]:
         yield lambda: RedisListBackend(redis_url, clock=clock, reliable=False)

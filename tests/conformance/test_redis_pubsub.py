@@ -1,4 +1,4 @@
-"""Redis pub/sub keeps the contract as far as it goes, on a real server."""
+"""Conformance suite on Redis pub/sub, with a real server."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TestRedisPubSub(Conformance):
     settings: ClassVar[SettingsValues] = {
         "type": "redis",
         "mode": "pubsub",
-        "url": "redis://localhost/",  # unused: the backends are given
+        "url": "redis://localhost/",  # unused: the fixture creates the backends
     }
 
     @pytest_asyncio.fixture
-    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+    async def new_backend(  # type: ignore[override]  # fixtures may have more arguments
         self, clock: Clock, redis_url: str
     ) -> AsyncGenerator[NewBackend, None]:
         yield lambda: RedisPubSubBackend(redis_url, clock=clock)

@@ -1,4 +1,4 @@
-"""Acks that are under way while handlers go on: gathered, bounded by prefetch, never forgotten."""
+"""Batched acks: handlers do not wait, prefetch limits pending acks, and no ack is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.services import make_service, until
 
 
 class Orders:
-    """A service with one handler, on a backend that gathers acks."""
+    """A service with one handler, on a backend that batches acks."""
 
     def __init__(self, clock, count: int, **options) -> None:
         self.backend = ScriptedBackend(gathers_acks=True)
@@ -35,7 +35,7 @@ class Orders:
         return [call[1:] for call in self.backend.of("ack_many")]
 
 
-async def test_a_handler_goes_on_while_its_acks_are_under_way(clock):
+async def test_a_handler_continues_while_acks_are_in_flight(clock):
     orders, answer = Orders(clock, 10, prefetch=10), asyncio.Event()
     orders.backend.script("ack_many", answer)
     async with orders.service:
@@ -44,10 +44,10 @@ async def test_a_handler_goes_on_while_its_acks_are_under_way(clock):
         answer.set()
         await until(lambda: sum(map(len, orders.acked)) == 10)
     assert [id for some in orders.acked for id in some] == orders.ids
-    assert len(orders.acked) <= 3  # and not one by one
+    assert len(orders.acked) <= 3  # in batches
 
 
-async def test_what_waits_for_its_ack_takes_a_slot_of_the_prefetch(clock):
+async def test_a_message_that_waits_for_its_ack_counts_towards_the_prefetch(clock):
     orders, answer = Orders(clock, 10, prefetch=4), asyncio.Event()
     orders.backend.script("ack_many", answer)
     async with orders.service:
@@ -65,10 +65,10 @@ async def test_shutdown_waits_for_acks(clock):
     async with orders.service:
         await until(lambda: len(orders.handled) == 5)
     assert sorted(id for some in orders.acked for id in some) == orders.ids  # type: ignore[type-var]
-    assert orders.backend.count("give back") == 0
+    assert orders.backend.count("release uncounted") == 0
 
 
-async def test_a_cancelled_program_still_acknowledges_what_was_handled(clock):
+async def test_a_cancelled_program_still_acks_handled_messages(clock):
     orders = Orders(clock, 5, prefetch=5)
     orders.backend.script("ack_many", 0.5)
     running = asyncio.create_task(orders.service.run())
@@ -76,19 +76,19 @@ async def test_a_cancelled_program_still_acknowledges_what_was_handled(clock):
     running.cancel()
     await asyncio.wait([running])
     assert sorted(id for some in orders.acked for id in some) == orders.ids  # type: ignore[type-var]
-    assert orders.backend.count("give back") == 0
+    assert orders.backend.count("release uncounted") == 0
 
 
-async def test_an_ack_that_fails_is_told_and_the_others_go_on(clock, caplog):
+async def test_a_failed_ack_is_logged_and_the_others_succeed(clock, caplog):
     orders = Orders(clock, 3, prefetch=1)
     orders.backend.script("ack_many", BackendUnavailable("gone"))
     async with orders.service:
         await until(lambda: len(orders.handled) == 3)
-    assert "could not be settled: it will be delivered again" in caplog.text
+    assert "could not be settled and will be delivered again" in caplog.text
     assert orders.acked == [("m1",), ("m2",)]
 
 
-async def test_the_next_of_a_key_waits_for_the_ack_of_the_one_before(clock):
+async def test_a_message_waits_for_the_ack_of_the_previous_message_of_its_key(clock):
     orders, answer = Orders(clock, 4, prefetch=4, ordered=True, keys=["a", "b"]), asyncio.Event()
     orders.backend.script("ack_many", answer)
     async with orders.service:
@@ -100,15 +100,15 @@ async def test_the_next_of_a_key_waits_for_the_ack_of_the_one_before(clock):
     assert orders.handled == orders.ids
 
 
-async def test_handlers_that_never_wait_leave_the_loop_a_turn(clock):
+async def test_handlers_that_never_wait_do_not_block_the_loop(clock):
     orders, seen = Orders(clock, 400, prefetch=400), [0]
 
-    def turn() -> None:
+    def tick() -> None:
         seen.append(len(orders.handled))
         if seen[-1] < 400:
-            asyncio.get_running_loop().call_soon(turn)
+            asyncio.get_running_loop().call_soon(tick)
 
     async with orders.service:
-        turn()
+        tick()
         await until(lambda: seen[-1] == 400)
     assert max(after - before for before, after in pairwise(seen)) <= 40

@@ -1,4 +1,4 @@
-"""Consumers: fetching, concurrency, order, leases, outages, lost subscriptions, and coming down."""
+"""Consumers: fetching, concurrency, order, leases, outages, lost subscriptions and shutdown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.services import failures, make_service, only_letter, until
 
 
 class Work:
-    """A handler that takes ``seconds`` and notes who began and ended when."""
+    """A handler that runs for ``seconds`` and records its calls."""
 
     def __init__(self, clock: VirtualClock, seconds: float = 1.0) -> None:
         self.clock = clock
@@ -76,7 +76,7 @@ def envelopes(count: int, key: str | None = None) -> list[Envelope]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 10])
-async def test_as_many_handlers_run_at_once_as_asked_for_and_no_more(clock, concurrency):
+async def test_concurrency_is_the_number_of_handlers_that_run_at_once(clock, concurrency):
     work = Work(clock)
     async with make_service(
         consume("orders", concurrency=concurrency)(work), clock=clock
@@ -88,7 +88,7 @@ async def test_as_many_handlers_run_at_once_as_asked_for_and_no_more(clock, conc
     assert work.times == [number // concurrency for number in range(30)]
 
 
-async def test_a_free_handler_does_not_wait_for_a_busy_one(clock):
+async def test_a_free_slot_does_not_wait_for_a_busy_one(clock):
     work = Work(clock, 1000)
     async with make_service(consume("orders", concurrency=10)(work), clock=clock) as service:
         await service.send_many("orders", range(6))
@@ -112,7 +112,7 @@ async def test_prefetch_is_never_exceeded(clock, prefetch):
     assert work.ended == list(range(20))
 
 
-async def test_handlers_that_never_wait_leave_the_loop_its_turns(clock):
+async def test_handlers_that_never_wait_do_not_block_the_loop(clock):
     turns: list[int] = []
     handled = 0
 
@@ -131,7 +131,7 @@ async def test_handlers_that_never_wait_leave_the_loop_its_turns(clock):
     assert max(later - before for before, later in pairwise(turns)) <= 100
 
 
-async def test_an_idle_worker_fetches_for_itself_so_a_message_takes_one_turn_of_the_loop(clock):
+async def test_a_message_for_an_idle_worker_takes_one_loop_iteration(clock):
     handled: list[object] = []
 
     @consume("orders")
@@ -139,7 +139,7 @@ async def test_an_idle_worker_fetches_for_itself_so_a_message_takes_one_turn_of_
         handled.append(body)
 
     async with make_service(handle, clock=clock) as service:
-        await service.send("orders", "first")  # with it, the renewal of leases begins
+        await service.send("orders", "first")  # starts the lease renewal
         await clock.advance(1)
         await service.send("orders", "next")
         await asyncio.sleep(0)
@@ -157,7 +157,7 @@ async def test_counters_and_health_follow_a_message(clock):
         assert (metrics.messages_received, metrics.in_flight) == (2, 1)
         (health,) = service.health_check().consumers
         assert (health.channel, health.group, health.state) == ("orders", "billing", "consuming")
-        assert health.in_flight == 2  # the one that waits is held too
+        assert health.in_flight == 2  # a buffered message counts too
         assert health.last_settle_at is None
         await clock.advance(20)
         (health,) = service.health_check().consumers
@@ -169,7 +169,7 @@ async def test_counters_and_health_follow_a_message(clock):
     assert service.metrics().in_flight == 0
 
 
-async def test_a_message_of_another_program_is_consumed_like_any_other(clock):
+async def test_a_foreign_message_is_consumed(clock):
     work = Work(clock)
     backend = ScriptedBackend()
     async with make_service(consume("orders")(work), clock=clock, backend=backend):
@@ -182,16 +182,18 @@ async def test_a_message_of_another_program_is_consumed_like_any_other(clock):
 # -- pause and resume --------------------------------------------------------------------------
 
 
-async def test_no_handler_starts_after_pause_and_what_was_buffered_goes_back_uncharged(clock):
+async def test_pause_starts_no_handler_and_releases_buffered_messages_without_counting_an_attempt(
+    clock,
+):
     work = Work(clock, 5)
     async with make_service(consume("orders")(work), clock=clock) as service:
         await service.send_many("orders", range(4))
         await clock.advance(1)
         service.pause("orders")
         assert service.health_check().consumers[0].state == "paused"
-        assert service.ready  # on purpose
+        assert service.ready  # a paused consumer is healthy
         await clock.advance(100)
-        assert work.bodies == work.ended == [0]  # the running one went on
+        assert work.bodies == work.ended == [0]  # the running handler finished
         stats = await service.stats("orders")
         assert (stats.depth, stats.in_flight) == (3, 0)
         await service.send("orders", 4)
@@ -204,7 +206,7 @@ async def test_no_handler_starts_after_pause_and_what_was_buffered_goes_back_unc
 
 
 @pytest.mark.parametrize("passes", range(8))
-async def test_pause_holds_at_every_moment_of_a_delivery(clock, passes):
+async def test_pause_works_at_any_point_of_a_delivery(clock, passes):
     work = Work(clock)
     async with make_service(consume("orders", concurrency=4)(work), clock=clock) as service:
         await service.send_many("orders", range(4))
@@ -219,7 +221,7 @@ async def test_pause_holds_at_every_moment_of_a_delivery(clock, passes):
     assert sorted(Counter(work.ended).items()) == [(number, 1) for number in range(4)]
 
 
-async def test_a_batch_that_still_gathers_does_not_start_after_pause(clock):
+async def test_a_partial_batch_does_not_start_after_pause(clock):
     batches: list[list[int]] = []
 
     @consume("orders", batch_size=10, batch_wait=5)
@@ -242,7 +244,7 @@ async def test_a_batch_that_still_gathers_does_not_start_after_pause(clock):
 
 
 class Outage:
-    """A handler whose dependency is down until a moment."""
+    """A handler whose dependency is down until a given time."""
 
     def __init__(self, clock: VirtualClock, until: float, retry_after: float | None = None) -> None:
         self.clock = clock
@@ -266,7 +268,7 @@ class Outage:
         self.done.append(body)
 
 
-async def test_an_outage_charges_nobody_and_is_probed_with_one_message_at_a_time(clock):
+async def test_an_outage_counts_no_attempt_and_is_probed_with_one_message_at_a_time(clock):
     outage = Outage(clock, until=35, retry_after=10)
     handle = consume("orders", concurrency=3)(outage)
     async with make_service(handle, clock=clock) as service:
@@ -275,7 +277,7 @@ async def test_an_outage_charges_nobody_and_is_probed_with_one_message_at_a_time
         assert service.health_check().consumers[0].state == "paused"
         await clock.advance(100)
         assert failures(service, "orders") == (0, 0, 0)
-    # Three at first, then one probe after each rest; it succeeds at 40 and all the others follow.
+    # Three calls at first, then one after each pause. The call at 40 s succeeds; the rest follow.
     assert outage.tries[:6] == [0, 0, 0, 10, 20, 30]
     assert outage.tries[6:] == [40] * 20
     assert sorted(outage.done) == list(range(20))  # type: ignore[type-var]
@@ -283,7 +285,7 @@ async def test_an_outage_charges_nobody_and_is_probed_with_one_message_at_a_time
 
 
 @pytest.mark.parametrize("concurrency", [1, 5])
-async def test_without_a_word_on_when_the_channel_rests_longer_each_time(
+async def test_without_retry_after_each_pause_of_the_channel_is_longer(
     clock, concurrency, monkeypatch
 ):
     monkeypatch.setattr("qkit.consuming.consumer_state.UNAVAILABLE_BACKOFF._jitter", 0)
@@ -296,7 +298,7 @@ async def test_without_a_word_on_when_the_channel_rests_longer_each_time(
     assert len(outage.done) == 5
 
 
-async def test_recovery_is_forgotten_trouble(clock, monkeypatch):
+async def test_a_recovery_resets_the_backoff(clock, monkeypatch):
     monkeypatch.setattr("qkit.consuming.consumer_state.UNAVAILABLE_BACKOFF._jitter", 0)
     outage = Outage(clock, until=2)
     async with make_service(consume("orders")(outage), clock=clock) as service:
@@ -306,10 +308,10 @@ async def test_recovery_is_forgotten_trouble(clock, monkeypatch):
         outage.until = 11.5
         await service.send("orders", 2)
         await clock.advance(10)
-    assert outage.tries[3:] == [10, 11, 13]  # from the first step again
+    assert outage.tries[3:] == [10, 11, 13]  # the backoff starts again at its first step
 
 
-async def test_resume_ends_a_rest_early(clock):
+async def test_resume_ends_a_backoff_early(clock):
     outage = Outage(clock, until=1, retry_after=1000)
     async with make_service(consume("orders")(outage), clock=clock) as service:
         await service.send_many("orders", [1, 2])
@@ -317,12 +319,12 @@ async def test_resume_ends_a_rest_early(clock):
         assert outage.tries == [0]
         service.resume("orders")
         await clock.advance(5)
-        assert outage.done == [2]  # the first waits in the broker as long as it was told
+        assert outage.done == [2]  # message 1 waits in the broker for its full delay
         await clock.advance(2000)
     assert outage.done == [2, 1]
 
 
-async def test_a_pause_outlasts_a_rest(clock):
+async def test_a_pause_continues_after_a_backoff(clock):
     outage = Outage(clock, until=1, retry_after=5)
     async with make_service(consume("orders")(outage), clock=clock) as service:
         await service.send("orders", 1)
@@ -339,7 +341,7 @@ async def test_a_pause_outlasts_a_rest(clock):
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_messages_of_a_key_are_handled_in_order_whatever_happens(clock, seed):
+async def test_messages_of_a_key_are_handled_in_order_with_random_failures(clock, seed):
     print("seed", seed)
     dice = random.Random(seed)
     seen: dict[str, list[int]] = {}
@@ -381,7 +383,7 @@ async def test_messages_of_a_key_are_handled_in_order_whatever_happens(clock, se
     assert overlap > 1  # keys do not wait for each other
 
 
-async def test_a_slow_key_does_not_hold_up_the_others(clock):
+async def test_a_slow_key_does_not_delay_other_keys(clock):
     work = Work(clock, 0)
 
     async def handle(body: str, message: Message) -> None:
@@ -398,7 +400,7 @@ async def test_a_slow_key_does_not_hold_up_the_others(clock):
     assert work.ended == ["a1", "b1", "n", "s1", "s2"]
 
 
-async def test_a_message_that_comes_back_does_not_pass_its_running_predecessor(clock):
+async def test_a_redelivered_message_does_not_overtake_the_running_message_of_its_key(clock):
     work = Work(clock, 50)
     orders = Channel("orders", ordered=True)
     async with make_service(consume(orders, concurrency=2)(work), clock=clock) as service:
@@ -418,7 +420,7 @@ async def test_a_message_that_comes_back_does_not_pass_its_running_predecessor(c
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-async def test_a_handler_longer_than_ten_leases_runs_once(clock, batch_size):
+async def test_a_handler_that_runs_longer_than_ten_leases_runs_once(clock, batch_size):
     runs: list[object] = []
 
     @consume("orders", ack_deadline=2, batch_size=batch_size)
@@ -433,7 +435,7 @@ async def test_a_handler_longer_than_ten_leases_runs_once(clock, batch_size):
     assert len(runs) == 1
 
 
-async def test_a_message_that_waits_for_a_worker_keeps_its_lease_too(clock):
+async def test_the_lease_of_a_buffered_message_is_extended(clock):
     work = Work(clock, 10)
     handle = consume("orders", ack_deadline=2)(work)
     async with make_service(handle, clock=clock) as service:
@@ -476,9 +478,9 @@ async def test_a_handler_whose_lease_is_lost_is_cancelled_and_settles_nothing(cl
         assert service.metrics().in_flight == 0
         backend.put("orders", Envelope("next", b"9"))
         await clock.advance(1)
-        assert work.bodies == [0, 9]  # the slot is free again
+        assert work.bodies == [0, 9]  # the slot is free
         await service.shutdown(0)
-    (record,) = [item for item in caplog.records if "claim on message" in item.getMessage()]
+    (record,) = [item for item in caplog.records if "delivery of message" in item.getMessage()]
     assert vars(record).items() >= {"queue": "orders", "message_id": "m0", "attempt": 1}.items()
 
 
@@ -494,7 +496,7 @@ async def test_a_buffered_message_whose_lease_is_lost_is_not_handled(clock):
     assert backend.of("ack", "release") == []
 
 
-async def test_a_batch_goes_on_without_a_member_whose_lease_is_lost(clock):
+async def test_a_batch_runs_without_a_message_whose_lease_is_lost(clock):
     batches: list[list[int]] = []
 
     @consume("orders", ack_deadline=3, batch_size=5, batch_wait=10)
@@ -517,24 +519,24 @@ async def test_a_batch_goes_on_without_a_member_whose_lease_is_lost(clock):
     assert backend.of("ack", "release") == [("ack", "kept")]
 
 
-async def test_a_renewal_that_meets_a_settled_message_stops_nobody(clock, caplog):
-    async def slow_refusal() -> None:
-        await asyncio.sleep(2)  # meanwhile the message is acknowledged
+async def test_a_failed_renewal_of_a_settled_message_cancels_no_handler(clock, caplog):
+    async def slow_rejection() -> None:
+        await asyncio.sleep(2)  # the message is acked during this time
         raise AckDeadlineExceeded("settled")
 
     work = Work(clock, 2)
     backend = ScriptedBackend()
-    backend.script("extend", slow_refusal)
+    backend.script("extend", slow_rejection)
     handle = consume("orders", ack_deadline=3)(work)
     async with make_service(handle, clock=clock, backend=backend):
         backend.put("orders", *envelopes(1))
         await clock.advance(10)
     assert work.ended == [0]
     assert backend.of("ack") == [("ack", "m0")]
-    assert not [item for item in caplog.records if "claim on message" in item.getMessage()]
+    assert not [item for item in caplog.records if "delivery of message" in item.getMessage()]
 
 
-async def test_a_backend_without_leases_is_asked_to_renew_none(clock):
+async def test_a_backend_without_leases_gets_no_renewals(clock):
     work = Work(clock, 100)
     backend = ScriptedBackend(can(lease=Support.UNSUPPORTED))
     async with make_service(consume("orders")(work), clock=clock, backend=backend):
@@ -544,14 +546,14 @@ async def test_a_backend_without_leases_is_asked_to_renew_none(clock):
     assert backend.count("extend") == 0
 
 
-async def test_a_message_whose_lease_is_lost_while_it_goes_back_is_not_given_back(clock):
+async def test_a_message_whose_lease_is_lost_before_its_release_is_not_released(clock):
     work = Work(clock, 100)
     backend = ScriptedBackend()
     handle = consume("orders", ack_deadline=3)(work)
     async with make_service(handle, clock=clock, backend=backend) as service:
         backend.put("orders", *envelopes(3))
         await clock.advance(0.5)
-        backend.script("release", 5.0)  # the first of the two that go back takes its time
+        backend.script("release", 5.0)  # the first of two releases is slow
         backend.script("extend", *[AckDeadlineExceeded("lost")] * 3)
         service.pause("orders")
         await clock.advance(10)
@@ -560,7 +562,7 @@ async def test_a_message_whose_lease_is_lost_while_it_goes_back_is_not_given_bac
         assert service.health_check().consumers[0].in_flight == 0
 
 
-async def test_a_renewal_that_fails_otherwise_is_logged_and_tried_again(clock, caplog):
+async def test_a_renewal_that_fails_for_another_reason_is_logged_and_retried(clock, caplog):
     work = Work(clock, 5)
     backend = ScriptedBackend()
     backend.script("extend", BackendUnavailable("hiccup"))
@@ -570,10 +572,10 @@ async def test_a_renewal_that_fails_otherwise_is_logged_and_tried_again(clock, c
         await clock.advance(10)
     assert work.ended == [0]
     assert backend.count("extend") >= 3
-    assert [item for item in caplog.records if "could not be renewed" in item.getMessage()]
+    assert [item for item in caplog.records if "could not renew a lease" in item.getMessage()]
 
 
-async def test_leases_are_renewed_together_however_slow_each_answer_is(clock):
+async def test_leases_are_renewed_concurrently(clock):
     work, began = Work(clock, 100), []
 
     async def slow() -> None:
@@ -590,7 +592,7 @@ async def test_leases_are_renewed_together_however_slow_each_answer_is(clock):
         assert len(set(began)) == 1
 
 
-async def test_a_late_ack_is_refused_and_the_message_runs_again(clock, caplog):
+async def test_a_late_ack_is_rejected_and_the_message_is_handled_again(clock, caplog):
     work = Work(clock, 1)
     backend = ScriptedBackend()
     backend.script("ack", AckDeadlineExceeded("late"))
@@ -602,7 +604,7 @@ async def test_a_late_ack_is_refused_and_the_message_runs_again(clock, caplog):
     assert work.ended == [0, 1]
 
 
-# -- deliveries that are lost, as a subscription tells ------------------------------------------
+# -- deliveries that the subscription reports as lost --------------------------------------------
 
 
 async def test_a_handler_whose_delivery_is_lost_is_cancelled_and_settles_nothing(clock, caplog):
@@ -612,28 +614,28 @@ async def test_a_handler_whose_delivery_is_lost_is_cancelled_and_settles_nothing
     async with make_service(handle, clock=clock, backend=backend) as service:
         backend.put("orders", *envelopes(4))
         await clock.advance(0.5)
-        backend.lose("m1", "m2")  # one is handled, one waits
+        backend.lose("m1", "m2")  # one is running, one is buffered
         await clock.advance(0.5)
         assert work.cancelled == [1]
-        assert work.bodies == [0, 1, 3], "what waited is left alone, the next has the slot"
+        assert work.bodies == [0, 1, 3], "started a lost message, or kept its slot"
         assert service.metrics().in_flight == 2
         backend.put("orders", Envelope("next", b"9"))
         await clock.advance(200)
         assert work.ended == [0, 3, 9]
     assert backend.of("ack", "release") == [("ack", "m0"), ("ack", "m3"), ("ack", "next")]
-    lost = [item for item in caplog.records if "claim on message" in item.getMessage()]
+    lost = [item for item in caplog.records if "delivery of message" in item.getMessage()]
     assert sorted(vars(item)["message_id"] for item in lost) == ["m1", "m2"]
 
 
 async def test_a_final_failure_of_a_lost_delivery_leaves_no_dead_letter(clock):
-    """Whoever has the message now may handle it well."""
+    """The consumer that now holds the message may succeed."""
 
     @consume("orders")
     async def handle(body: object) -> None:
         try:
             await asyncio.sleep(100)
         except asyncio.CancelledError:
-            raise Reject("in the midst of it") from None
+            raise Reject("interrupted") from None
 
     backend = ScriptedBackend(can(lease=Support.UNSUPPORTED))
     async with make_service(handle, clock=clock, backend=backend) as service:
@@ -646,7 +648,7 @@ async def test_a_final_failure_of_a_lost_delivery_leaves_no_dead_letter(clock):
     assert backend.of("publish", "ack", "release") == []
 
 
-async def test_a_loss_that_is_told_while_the_message_is_settled_stops_nobody(clock):
+async def test_a_loss_reported_during_settlement_cancels_no_handler(clock):
     work = Work(clock, 1)
     backend = ScriptedBackend(can(lease=Support.UNSUPPORTED))
     backend.script("ack", 5.0)
@@ -661,7 +663,7 @@ async def test_a_loss_that_is_told_while_the_message_is_settled_stops_nobody(clo
     assert backend.of("ack", "release") == [("ack", "next")]
 
 
-async def test_a_batch_that_loses_its_members_one_by_one_is_cancelled_once(clock):
+async def test_a_batch_that_loses_its_messages_one_by_one_is_cancelled_once(clock):
     cleaned: list[list[int]] = []
 
     @consume("orders", batch_size=3, batch_wait=1)
@@ -688,7 +690,7 @@ async def test_a_batch_that_loses_its_members_one_by_one_is_cancelled_once(clock
 # -- lost subscriptions ------------------------------------------------------------------------
 
 
-async def test_a_lost_subscription_is_opened_again_and_its_messages_come_back(clock):
+async def test_a_lost_subscription_is_reopened_and_its_messages_are_redelivered(clock):
     work = Work(clock, 10)
     backend = ScriptedBackend()
     states: list[tuple[str, str]] = []
@@ -716,7 +718,7 @@ async def test_a_lost_subscription_is_opened_again_and_its_messages_come_back(cl
     ]
 
 
-async def test_a_lost_subscription_of_a_batch_handler_stops_it_too(clock):
+async def test_a_lost_subscription_cancels_a_batch_handler(clock):
     cancelled: list[object] = []
     done: list[object] = []
 
@@ -739,8 +741,8 @@ async def test_a_lost_subscription_of_a_batch_handler_stops_it_too(clock):
     assert sorted(body for bodies in done for body in bodies) == [0, 1, 2]  # type: ignore[attr-defined]
 
 
-async def waits_between_subscriptions(clock, backend, seconds: float) -> list[float]:
-    """When each try to subscribe began, in differences."""
+async def delays_between_subscriptions(clock, backend, seconds: float) -> list[float]:
+    """Return the seconds between attempts to subscribe."""
     times: list[float] = []
     step = backend._step
 
@@ -759,29 +761,29 @@ BACKOFF = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
 @pytest.mark.parametrize("operation", ["subscribe", "receive"])
-async def test_subscribing_again_backs_off_also_when_it_breaks_as_soon_as_it_is_open(
+async def test_subscribing_backs_off_even_if_a_subscription_is_lost_immediately(
     clock, operation, monkeypatch
 ):
     monkeypatch.setattr("qkit.consuming.consumer.RESUBSCRIBE_BACKOFF._jitter", 0)
     backend = ScriptedBackend()
     backend.script(operation, *[SubscriptionLost("broke")] * 8)
-    waits = await waits_between_subscriptions(clock, backend, 60)
+    waits = await delays_between_subscriptions(clock, backend, 60)
     assert waits == pytest.approx(BACKOFF)
 
 
-async def test_a_subscription_that_worked_for_a_while_starts_a_new_count(clock, monkeypatch):
+async def test_the_loss_of_a_stable_subscription_resets_the_backoff(clock, monkeypatch):
     monkeypatch.setattr("qkit.consuming.consumer.RESUBSCRIBE_BACKOFF._jitter", 0)
     backend = ScriptedBackend()
     lost = SubscriptionLost("broke")
     backend.script("receive", lost, lost, lost)
     asyncio.get_running_loop().call_later(60, backend.script, "receive", lost, lost)
-    waits = await waits_between_subscriptions(clock, backend, 100)
+    waits = await delays_between_subscriptions(clock, backend, 100)
     assert waits[:2] == pytest.approx([0.1, 0.2])
     assert waits[-2] > 50
     assert waits[-1] == pytest.approx(0.2)
 
 
-async def test_a_receive_that_times_out_by_itself_is_a_broken_subscription(clock):
+async def test_a_timeout_error_of_receive_is_a_lost_subscription(clock):
     work = Work(clock)
     backend = ScriptedBackend()
     backend.script("receive", TimeoutError("from a driver"))
@@ -793,7 +795,7 @@ async def test_a_receive_that_times_out_by_itself_is_a_broken_subscription(clock
     assert work.ended == [0]
 
 
-async def test_an_error_that_nobody_expected_ends_the_session_and_not_the_consumer(clock, caplog):
+async def test_an_unexpected_error_ends_the_session_but_not_the_consumer(clock, caplog):
     work = Work(clock, 1)
     backend = ScriptedBackend()
     backend.script("ack", ZeroDivisionError("a bug in a driver"))
@@ -806,11 +808,11 @@ async def test_an_error_that_nobody_expected_ends_the_session_and_not_the_consum
         assert service.ready
     assert backend.count("subscribe") == 2
     assert sorted(backend.of("ack")) == [("ack", "m0"), ("ack", "other")]
-    assert ("release", "other", 0.0, False) in backend.calls  # stopped half-way, uncharged
+    assert ("release", "other", 0.0, False) in backend.calls  # cancelled, so no attempt is counted
     assert [item for item in caplog.records if "subscription of" in item.getMessage()]
 
 
-async def test_a_queue_that_was_deleted_is_declared_and_consumed_again(clock):
+async def test_a_deleted_queue_is_declared_and_consumed_again(clock):
     work = Work(clock)
     async with make_service(consume("orders")(work), clock=clock) as service:
         await service.delete("orders")
@@ -835,7 +837,9 @@ async def test_stopping_does_not_wait_for_a_subscription_that_cannot_be_opened(c
 # -- shutdown ----------------------------------------------------------------------------------
 
 
-async def test_running_handlers_finish_and_buffered_messages_go_back_uncharged(clock):
+async def test_shutdown_finishes_handlers_and_releases_buffered_messages_without_an_attempt(
+    clock,
+):
     work = Work(clock, 10)
     backend = ScriptedBackend()
     service = make_service(consume("orders")(work), clock=clock, backend=backend)
@@ -862,7 +866,7 @@ async def test_running_handlers_finish_and_buffered_messages_go_back_uncharged(c
     assert [event.abandoned for event in ended] == [0]
 
 
-async def test_handlers_that_miss_the_deadline_are_cancelled_and_given_back_uncharged(clock):
+async def test_handlers_that_miss_the_deadline_are_cancelled_and_their_messages_released(clock):
     work = Work(clock, 1000)
     backend = ScriptedBackend()
     service = make_service(consume("orders", concurrency=2)(work), clock=clock, backend=backend)
@@ -881,8 +885,8 @@ async def test_handlers_that_miss_the_deadline_are_cancelled_and_given_back_unch
     assert [event.abandoned for event in ended] == [2]
 
 
-class Cleaning:
-    """A handler that needs a moment to clean up, and then ends in its own way."""
+class HandlerWithCleanup:
+    """A handler that cleans up when cancelled, then raises a given error or returns."""
 
     def __init__(self, end: BaseException | None) -> None:
         self.end = end
@@ -905,10 +909,10 @@ class Cleaning:
 @pytest.mark.parametrize(
     "end", [ValueError("turned into another error"), Reject("no"), asyncio.CancelledError()]
 )
-async def test_however_a_cancelled_handler_ends_its_message_goes_back_uncharged(
+async def test_the_message_of_a_cancelled_handler_is_released_without_counting_an_attempt(
     clock, end, mode, batch_size
 ):
-    cleaning = Cleaning(end)
+    cleaning = HandlerWithCleanup(end)
 
     retry = RetrySettings(mode=mode, initial_delay=0)
 
@@ -926,8 +930,8 @@ async def test_however_a_cancelled_handler_ends_its_message_goes_back_uncharged(
     assert backend.of("ack", "release", "publish") == [("release", "m0", 0.0, False)]
 
 
-async def test_a_handler_that_answers_cancellation_by_finishing_is_done(clock):
-    cleaning = Cleaning(None)
+async def test_a_cancelled_handler_that_returns_has_succeeded(clock):
+    cleaning = HandlerWithCleanup(None)
     backend = ScriptedBackend()
     service = make_service(consume("orders")(cleaning), clock=clock, backend=backend)
     await service.start()
@@ -937,7 +941,7 @@ async def test_a_handler_that_answers_cancellation_by_finishing_is_done(clock):
     assert backend.of("ack", "release") == [("ack", "m0")]
 
 
-async def test_a_partial_batch_goes_back_uncharged_at_shutdown(clock):
+async def test_shutdown_releases_a_partial_batch_without_counting_an_attempt(clock):
     batches: list[list[int]] = []
 
     @consume("orders", batch_size=10, batch_wait=100)
@@ -959,7 +963,7 @@ async def test_a_partial_batch_goes_back_uncharged_at_shutdown(clock):
     ]
 
 
-async def test_a_message_waiting_for_its_inline_retry_goes_back_at_the_deadline(clock):
+async def test_a_message_that_waits_for_an_inline_retry_is_released_at_the_deadline(clock):
     async def handle(body: object) -> None:
         raise ValueError("again")
 
@@ -974,9 +978,7 @@ async def test_a_message_waiting_for_its_inline_retry_goes_back_at_the_deadline(
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-async def test_a_thread_that_does_not_return_is_left_behind_at_the_deadline(
-    clock, caplog, batch_size
-):
+async def test_shutdown_does_not_wait_for_a_thread_after_the_deadline(clock, caplog, batch_size):
     gate, began = threading.Event(), threading.Event()
 
     @consume("orders", batch_size=batch_size)
@@ -989,13 +991,13 @@ async def test_a_thread_that_does_not_return_is_left_behind_at_the_deadline(
     await service.start()
     backend.put("orders", Envelope("m0", b"[]"))
     await until(began.is_set)
-    await service.shutdown(timeout=0.1)  # a thread takes real time
+    await service.shutdown(timeout=0.1)  # real time passes while a thread runs
     gate.set()
     assert backend.of("ack", "release") == [("release", "m0", 0.0, False)]
-    assert [item for item in caplog.records if "is left behind" in item.getMessage()]
+    assert [item for item in caplog.records if "still running" in item.getMessage()]
 
 
-async def test_a_broker_that_does_not_answer_at_shutdown_leaves_no_task_behind(clock, caplog):
+async def test_no_task_remains_if_the_broker_does_not_respond_at_shutdown(clock, caplog):
     work = Work(clock, 1000)
     backend = ScriptedBackend()
     service = make_service(consume("orders")(work), clock=clock, backend=backend)
@@ -1003,14 +1005,14 @@ async def test_a_broker_that_does_not_answer_at_shutdown_leaves_no_task_behind(c
     await service.start()
     backend.put("orders", *envelopes(3))
     await clock.advance(1)
-    backend.script("release", asyncio.Event(), asyncio.Event())  # never
+    backend.script("release", asyncio.Event(), asyncio.Event())  # no response
     await service.shutdown(timeout=5)
     await clock.advance(30)
     assert asyncio.all_tasks() == before
-    assert not [item for item in caplog.records if "left behind" in item.getMessage()]
+    assert not [item for item in caplog.records if "still running" in item.getMessage()]
 
 
-async def test_a_subscription_that_breaks_while_it_stops_gives_up_what_it_holds(clock):
+async def test_a_subscription_that_is_lost_while_it_stops_loses_its_deliveries(clock):
     work = Work(clock, 1000)
     backend = ScriptedBackend()
     service = make_service(consume("orders")(work), clock=clock, backend=backend)
@@ -1020,11 +1022,11 @@ async def test_a_subscription_that_breaks_while_it_stops_gives_up_what_it_holds(
     backend.script("stop", SubscriptionLost("broke"))
     await service.shutdown()
     assert work.cancelled == [0]
-    assert backend.of("give back") == [("give back", "m0")]
+    assert backend.of("release uncounted") == [("release uncounted", "m0")]
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-def test_a_loop_that_is_torn_down_without_a_shutdown_charges_nobody(batch_size):
+def test_a_loop_that_is_closed_without_a_shutdown_counts_no_attempt(batch_size):
     backend = ScriptedBackend()
     began: list[object] = []
 
@@ -1040,7 +1042,7 @@ def test_a_loop_that_is_torn_down_without_a_shutdown_charges_nobody(batch_size):
 
     asyncio.run(main())
     assert backend.count("publish") == backend.count("ack") == 0
-    assert sorted(backend.of("release", "give back")) == [
+    assert sorted(backend.of("release", "release uncounted")) == [
         ("release", "m0", 0.0, False),
         ("release", "m1", 0.0, False),
     ]
@@ -1048,7 +1050,7 @@ def test_a_loop_that_is_torn_down_without_a_shutdown_charges_nobody(batch_size):
 
 @pytest.mark.proves("003-shutdown-1")
 @pytest.mark.parametrize("passes", range(10))
-async def test_nothing_is_lost_or_charged_whenever_a_shutdown_comes(clock, passes):
+async def test_shutdown_at_any_moment_loses_no_message_and_counts_no_attempt(clock, passes):
     work = Work(clock, 0.5)
     backend = ScriptedBackend()
     service = make_service(consume("orders", concurrency=2)(work), clock=clock, backend=backend)
@@ -1064,13 +1066,13 @@ async def test_nothing_is_lost_or_charged_whenever_a_shutdown_comes(clock, passe
     assert left == {(f"m{n}", 1) for n in range(6)} - {(name, 1) for name in acked}
 
 
-# -- what people see ---------------------------------------------------------------------------
+# -- logs and events ---------------------------------------------------------------------------
 
 
 @pytest.mark.proves(
     "003-retry-4", "003-retry-8", "003-errors-1", "003-errors-5", "003-errors-6", "003-errors-7"
 )
-async def test_every_failure_is_one_record_with_its_facts_as_fields(clock, caplog):
+async def test_every_failure_is_logged_as_one_record_with_fields(clock, caplog):
     async def handle(body: object) -> None:
         raise ValueError("no stock")
 
@@ -1094,10 +1096,10 @@ async def test_every_failure_is_one_record_with_its_facts_as_fields(clock, caplo
         assert fields["message_id"] == sent.message_id
         assert fields["error"] == "ValueError: no stock"
         assert record.exc_info is not None
-        assert record.exc_info[2] is not None  # the stack leads into the handler
+        assert record.exc_info[2] is not None  # the traceback includes the handler
 
 
-async def test_a_listener_that_fails_changes_nothing(clock):
+async def test_a_failing_listener_does_not_affect_settlement(clock):
     def broken(event: object) -> None:
         raise RuntimeError("listener")
 
@@ -1113,7 +1115,7 @@ async def test_a_listener_that_fails_changes_nothing(clock):
     assert issubclass(QueueFull, QueueError)
 
 
-# -- found by review -----------------------------------------------------------------------------
+# -- isolation and edge cases --------------------------------------------------------------------
 
 tenant: contextvars.ContextVar[str | None] = contextvars.ContextVar("tenant", default=None)
 
@@ -1134,7 +1136,7 @@ async def test_context_variables_do_not_leak_from_one_message_to_the_next(clock,
     assert seen == [None, None, None]
 
 
-async def test_what_a_handler_raises_is_a_failure_even_if_it_is_no_exception(clock):
+async def test_a_base_exception_of_a_handler_is_a_failure(clock):
     class Panic(BaseException):
         pass
 
@@ -1155,7 +1157,7 @@ async def test_what_a_handler_raises_is_a_failure_even_if_it_is_no_exception(clo
         assert service.ready
 
 
-async def test_a_busy_thread_does_not_hold_up_the_next_subscription(clock):
+async def test_a_busy_thread_does_not_delay_the_next_subscription(clock):
     gate, began = threading.Event(), threading.Event()
     handled: list[object] = []
 
@@ -1172,13 +1174,13 @@ async def test_a_busy_thread_does_not_hold_up_the_next_subscription(clock):
         await until(began.is_set)
         backend.script("receive", SubscriptionLost("the connection broke"))
         backend.put("orders", Envelope("m2", b"2"))
-        await clock.advance(1)  # the consumer subscribes again
+        await clock.advance(1)  # the consumer resubscribes
         await until(lambda: 2 in handled)
         gate.set()
         assert service.connection_state == "connected"
 
 
-async def test_a_slow_acknowledgement_is_waited_for_at_the_end_of_a_shutdown(clock):
+async def test_shutdown_waits_for_a_slow_ack(clock):
     @consume("orders")
     async def handle(body: object) -> None: ...
 
@@ -1215,7 +1217,7 @@ async def test_a_handler_may_send_while_another_consumer_is_still_subscribing(cl
     await service.shutdown()
 
 
-async def test_a_subscription_that_is_refused_fails_the_start(clock):
+async def test_a_rejected_subscription_fails_the_start(clock):
     @consume("orders")
     async def handle(body: object) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The buffer: whose turn it is, lanes by key, batches, and taking deliveries back."""
+"""The delivery buffer: order, lanes by key, batches and withdrawal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qkit.message import Envelope
 
 
 def deliveries(*names: str) -> list[Delivery]:
-    """``a1`` is a message of the key ``a``; ``-1`` of no key."""
+    """Return a delivery for each name: ``a1`` has the key ``a``, ``-1`` has no key."""
     return [
         Delivery(Envelope(name, b"", key=None if name[0] == "-" else name[0]), "queue", name)
         for name in names
@@ -26,8 +26,8 @@ def make(*, lanes: bool = False) -> DeliveryBuffer:
     return DeliveryBuffer(lanes=lanes, on_empty=lambda: None)
 
 
-async def taken(buffer: DeliveryBuffer) -> list[Job]:
-    """What workers could take right now."""
+async def take_all(buffer: DeliveryBuffer) -> list[Job]:
+    """Take all jobs that are ready."""
     found = []
     while buffer.ready:
         job = await buffer.next()
@@ -44,13 +44,13 @@ async def settle() -> None:
 async def test_deliveries_are_taken_in_order_and_held_until_finished():
     buffer = make()
     buffer.add(deliveries("-1", "-2"))
-    first, second = await taken(buffer)
+    first, second = await take_all(buffer)
     assert names([first, second]) == ["-1", "-2"]
     buffer.finish(first)
     assert buffer.held == {second}
 
 
-async def test_a_parked_worker_gets_the_next_delivery_and_none_when_closed():
+async def test_a_waiting_worker_gets_the_next_delivery_and_none_when_closed():
     buffer = make()
     workers = [asyncio.create_task(buffer.next()) for _ in range(3)]
     await settle()
@@ -62,7 +62,7 @@ async def test_a_parked_worker_gets_the_next_delivery_and_none_when_closed():
     assert await workers[2] is None
 
 
-async def test_a_closed_intake_still_hands_out_what_is_ready():
+async def test_a_closed_buffer_still_returns_ready_deliveries():
     buffer = make()
     buffer.add(deliveries("-1"))
     buffer.close()
@@ -70,18 +70,18 @@ async def test_a_closed_intake_still_hands_out_what_is_ready():
     assert await buffer.next() is None
 
 
-async def test_a_wake_up_is_not_lost_when_the_woken_worker_is_cancelled():
+async def test_if_a_woken_worker_is_cancelled_another_is_woken():
     buffer = make()
     first, second = (asyncio.create_task(buffer.next()) for _ in range(2))
     await settle()
     buffer.add(deliveries("-1"))
-    first.cancel()  # woken, but cancelled before it could run
+    first.cancel()  # cancelled after it was woken and before it ran
     job = await asyncio.wait_for(second, 30)
     assert job is not None
     assert names([job]) == ["-1"]
 
 
-async def test_a_worker_cancelled_while_it_waits_is_not_woken_instead_of_another():
+async def test_a_cancelled_worker_is_not_woken():
     buffer = make()
     first, second = (asyncio.create_task(buffer.next()) for _ in range(2))
     await settle()
@@ -91,74 +91,74 @@ async def test_a_worker_cancelled_while_it_waits_is_not_woken_instead_of_another
     assert await asyncio.wait_for(second, 30) is not None
 
 
-async def test_the_fetcher_hears_when_the_last_delivery_is_taken():
-    heard: list[int] = []
-    buffer = DeliveryBuffer(lanes=False, on_empty=lambda: heard.append(1))
+async def test_on_empty_is_called_when_the_last_delivery_is_taken():
+    emptied: list[int] = []
+    buffer = DeliveryBuffer(lanes=False, on_empty=lambda: emptied.append(1))
     buffer.add(deliveries("-1", "-2"))
     await buffer.next()
-    assert heard == []
+    assert emptied == []
     await buffer.next()
-    assert heard == [1]
+    assert emptied == [1]
 
 
 # -- lanes -------------------------------------------------------------------------------------
 
 
-async def test_one_delivery_of_a_key_is_offered_at_a_time():
+async def test_only_one_delivery_of_a_key_is_ready_at_a_time():
     buffer = make(lanes=True)
     buffer.add(deliveries("a1", "a2", "b1", "-1", "-2", "a3"))
-    first = await taken(buffer)
+    first = await take_all(buffer)
     assert names(first) == ["a1", "b1", "-1", "-2"]
     buffer.finish(first[1])
-    assert await taken(buffer) == []
+    assert await take_all(buffer) == []
     buffer.finish(first[0])
-    (second,) = await taken(buffer)
+    (second,) = await take_all(buffer)
     assert names([second]) == ["a2"]
     buffer.finish(second)
-    (third,) = await taken(buffer)
+    (third,) = await take_all(buffer)
     buffer.finish(third)
     buffer.add(deliveries("a4"))
-    assert names(await taken(buffer)) == ["a4"]
+    assert names(await take_all(buffer)) == ["a4"]
 
 
-async def test_without_lanes_a_key_means_nothing():
+async def test_without_lanes_keys_are_ignored():
     buffer = make()
     buffer.add(deliveries("a1", "a2"))
-    jobs = await taken(buffer)
+    jobs = await take_all(buffer)
     assert names(jobs) == ["a1", "a2"]
     buffer.finish(jobs[0])
     assert buffer.held == {jobs[1]}
 
 
-async def test_withdrawing_takes_all_that_has_not_started():
+async def test_withdraw_returns_all_deliveries_that_have_not_started():
     buffer = make(lanes=True)
     buffer.add(deliveries("a1", "a2", "b1", "b2", "-1"))
     started = await buffer.next()
     assert started is not None
     back = buffer.withdraw()
     assert sorted(names(back)) == ["-1", "a2", "b1", "b2"]
-    assert len(buffer.held) == 5  # still held until each is released
+    assert len(buffer.held) == 5  # each is held until it is released
     assert not buffer.ready
     for job in back:
         buffer.finish(job)
     assert buffer.held == {started}
-    assert await taken(buffer) == []
+    assert await take_all(buffer) == []
 
 
-async def test_a_lane_stays_closed_behind_a_running_delivery_when_others_are_withdrawn():
+async def test_a_lane_stays_blocked_by_its_running_delivery_when_others_are_withdrawn():
     buffer = make(lanes=True)
     buffer.add(deliveries("a1", "a2"))
     running = await buffer.next()
     assert running is not None
     for job in buffer.withdraw():
         buffer.finish(job)
-    buffer.add(deliveries("a2"))  # it comes again while a1 still runs
-    assert await taken(buffer) == []
+    buffer.add(deliveries("a2"))  # delivered again while a1 is running
+    assert await take_all(buffer) == []
     buffer.finish(running)
-    assert names(await taken(buffer)) == ["a2"]
+    assert names(await take_all(buffer)) == ["a2"]
 
 
-async def test_withdrawn_deliveries_of_a_finished_lane_open_nothing():
+async def test_finishing_withdrawn_deliveries_makes_no_delivery_ready():
     buffer = make(lanes=True)
     buffer.add(deliveries("a1", "a2"))
     running = await buffer.next()
@@ -181,7 +181,7 @@ async def test_a_full_batch_does_not_wait(clock):
     assert clock.monotonic() == before
 
 
-async def test_a_batch_waits_from_its_first_delivery_on(clock):
+async def test_the_wait_of_a_batch_starts_at_its_first_delivery(clock):
     buffer = make()
     gathering = asyncio.create_task(buffer.next_batch(10, 5.0))
     await clock.advance(100)
@@ -193,7 +193,7 @@ async def test_a_batch_waits_from_its_first_delivery_on(clock):
     assert clock.monotonic() - start == 5.0
 
 
-async def test_a_batch_that_may_not_wait_is_what_is_there():
+async def test_a_batch_without_a_wait_takes_the_ready_deliveries():
     buffer = make()
     buffer.add(deliveries("-1", "-2"))
     assert names(await buffer.next_batch(10, 0)) == ["-1", "-2"]
@@ -211,7 +211,7 @@ async def test_closing_ends_the_wait_of_a_batch(clock):
     assert await buffer.next_batch(10, 5.0) == []
 
 
-async def test_a_batch_that_gathers_can_be_withdrawn_and_begins_anew(clock):
+async def test_a_partial_batch_can_be_withdrawn_and_starts_again(clock):
     buffer = make()
     buffer.add(deliveries("-1", "-2"))
     gathering = asyncio.create_task(buffer.next_batch(10, 5.0))

@@ -1,4 +1,4 @@
-"""One delivery through its handler: parameters, threads, time-outs, batches, verdicts."""
+"""The executor: parameters, threads, timeouts, middleware, batches and outcomes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Order(BaseModel):
 
 
 class Calls(list):
-    """What a handler was called with, in order."""
+    """A handler that records the bodies of its calls, in order."""
 
     async def __call__(self, body: object) -> None:
         self.append(body)
@@ -79,12 +79,12 @@ async def test_parameters_come_from_the_body_the_message_and_the_headers(clock):
 @pytest.mark.parametrize(
     ("headers", "word"),
     [
-        ({}, "the header 'weight' is missing"),
-        ({"weight": "heavy"}, "the header 'weight': Input should be a valid integer"),
-        ({"weight": "-1"}, "the header 'weight': Input should be greater than 0"),
+        ({}, "header 'weight' is missing"),
+        ({"weight": "heavy"}, "header 'weight': Input should be a valid integer"),
+        ({"weight": "-1"}, "header 'weight': Input should be greater than 0"),
     ],
 )
-async def test_a_header_that_cannot_be_read_makes_the_message_undecodable(clock, headers, word):
+async def test_an_invalid_header_makes_the_message_undecodable(clock, headers, word):
     calls = Calls()
 
     @consume("orders")
@@ -103,7 +103,7 @@ async def test_a_header_that_cannot_be_read_makes_the_message_undecodable(clock,
 
 
 @pytest.mark.parametrize("body", [b"not json", b'{"id": "x"}', b"[]", b"\xff"])
-async def test_a_body_that_cannot_be_read_is_a_dead_letter_at_once(clock, body):
+async def test_an_undecodable_body_is_dead_lettered_without_a_retry(clock, body):
     calls = Calls()
     orders = Channel("orders", bytes)
 
@@ -119,18 +119,18 @@ async def test_a_body_that_cannot_be_read_is_a_dead_letter_at_once(clock, body):
     assert calls == []
 
 
-async def test_a_type_that_no_header_can_become_is_refused_at_start():
+async def test_an_unsupported_header_type_is_rejected_at_start():
     class Opaque: ...
 
     def handle(body: dict, thing: Annotated[object, Header()]) -> None: ...
 
     handle.__annotations__["thing"] = Annotated[Opaque, Header()]
     service = make_service(consume("orders")(handle))
-    with pytest.raises(HandlerError, match="parameter 'thing' has a type that a header cannot"):
+    with pytest.raises(HandlerError, match="parameter 'thing': a header cannot be converted"):
         await service.start()
 
 
-async def test_a_handler_that_does_not_ask_for_the_body_takes_any_bytes(clock):
+async def test_a_handler_without_a_body_accepts_any_bytes(clock):
     calls = Calls()
 
     @consume("orders")
@@ -146,7 +146,7 @@ async def test_a_handler_that_does_not_ask_for_the_body_takes_any_bytes(clock):
 
 
 @pytest.mark.proves("003-speed-9")
-async def test_a_compressed_body_reaches_the_handler_and_the_message_unpacked(clock):
+async def test_a_compressed_body_is_decompressed_for_handler_and_message(clock):
     calls = Calls()
 
     @consume("orders")
@@ -163,7 +163,7 @@ async def test_a_compressed_body_reaches_the_handler_and_the_message_unpacked(cl
 
 
 @pytest.mark.parametrize("batch_size", [None, 5])
-async def test_a_body_that_is_not_what_its_encoding_says_is_undecodable(clock, batch_size):
+async def test_a_body_that_does_not_match_its_encoding_is_undecodable(clock, batch_size):
     @consume("orders", batch_size=batch_size)
     async def handle(order: list[dict], messages: list[Message]) -> None: ...
 
@@ -206,7 +206,7 @@ async def test_a_synchronous_handler_runs_in_a_thread_with_the_context_of_its_me
 @pytest.mark.parametrize(
     ("failure", "error_type"), [(ValueError, "ValueError"), (StopIteration, "RuntimeError")]
 )
-async def test_what_a_synchronous_handler_raises_is_its_failure(failure, error_type):
+async def test_an_error_in_a_synchronous_handler_is_a_failure(failure, error_type):
     @consume("orders", retry=ONCE)
     def handle(order: dict) -> None:
         raise failure("broken")
@@ -218,7 +218,7 @@ async def test_what_a_synchronous_handler_raises_is_its_failure(failure, error_t
     assert (letter.reason, letter.error_type) == ("MaxRetriesExceeded", error_type)
 
 
-async def test_a_plain_function_that_hands_on_a_coroutine_is_done_when_that_is():
+async def test_a_coroutine_returned_by_a_synchronous_handler_is_awaited():
     gate, began = asyncio.Event(), Calls()
 
     @consume("orders", retry=ONCE)
@@ -238,7 +238,7 @@ async def test_a_plain_function_that_hands_on_a_coroutine_is_done_when_that_is()
         await until(lambda: failures(service, "orders") == (0, 1, 1))
 
 
-async def test_an_async_wrapper_around_a_plain_function_is_awaited(clock):
+async def test_an_async_wrapper_around_a_synchronous_function_is_awaited(clock):
     calls = Calls()
 
     def slowly(function):
@@ -261,7 +261,7 @@ async def test_an_async_wrapper_around_a_plain_function_is_awaited(clock):
 
 
 class Gate:
-    """A synchronous handler that stays in its thread until told."""
+    """A synchronous handler that blocks its thread until ``open`` is set."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -279,22 +279,23 @@ class Gate:
 
 async def test_a_timed_out_thread_keeps_its_slot_while_its_message_is_settled(clock):
     gate = Gate()
-    handle = consume("orders", timeout=0.05, retry=ONCE)(gate)  # a thread takes real time
+    # The timeout is short because real time passes while a thread runs.
+    handle = consume("orders", timeout=0.05, retry=ONCE)(gate)
     async with make_service(handle, clock=clock) as service:
         await service.send_many("orders", ["first", "second"])
         await until(lambda: gate.began)
         await clock.advance(0.1)
-        letter = await only_letter(service, "orders")  # settled at the time-out
+        letter = await only_letter(service, "orders")  # settled at the timeout
         assert letter.error_type == "HandlerTimeout"
         await clock.advance(0.1)
-        assert gate.began == ["first"]  # the slot is still taken
+        assert gate.began == ["first"]  # the slot is still occupied
         gate.open.set()
         await until(lambda: gate.began == ["first", "second"])
         await until(lambda: service.metrics().channels["orders"].in_flight == 0)
     assert gate.most == 1
 
 
-async def test_an_inline_retry_waits_for_the_thread_of_the_attempt_before(clock):
+async def test_an_inline_retry_waits_for_the_thread_of_the_previous_attempt(clock):
     gate = Gate()
     handle = consume(
         "orders",
@@ -312,18 +313,18 @@ async def test_an_inline_retry_waits_for_the_thread_of_the_attempt_before(clock)
     assert gate.most == 1
 
 
-# -- time-outs and cancellation ----------------------------------------------------------------
+# -- timeouts and cancellation -----------------------------------------------------------------
 
 
 async def letter_of(handler, clock, wait: float = 60.0):
-    """The dead letter of a handler of ``orders`` that gets one message."""
+    """Send one message to a handler of ``orders`` and return its dead letter."""
     async with make_service(handler, clock=clock) as service:
         await service.send("orders", {})
         await clock.advance(wait)
         return await only_letter(service, "orders")
 
 
-async def test_a_handler_that_runs_too_long_has_failed_when_its_time_is_up(clock):
+async def test_a_handler_fails_at_its_timeout(clock):
     @consume("orders", timeout=5, retry=ONCE)
     async def handle(order: dict) -> None:
         await asyncio.sleep(100)
@@ -335,7 +336,7 @@ async def test_a_handler_that_runs_too_long_has_failed_when_its_time_is_up(clock
     assert "ran longer than its timeout of 5 s" in (letter.error or "")
 
 
-async def test_a_handler_that_is_in_time_is_done(clock):
+async def test_a_handler_that_ends_before_its_timeout_succeeds(clock):
     calls = Calls()
 
     @consume("orders", timeout=5)
@@ -352,7 +353,9 @@ async def test_a_handler_that_is_in_time_is_done(clock):
 
 @pytest.mark.parametrize("timeout", [None, 5])
 @pytest.mark.parametrize("batch_size", [None, 1])
-async def test_a_handlers_own_time_out_is_not_mistaken(clock, timeout, batch_size):
+async def test_a_timeout_error_raised_by_the_handler_is_not_reported_as_its_timeout(
+    clock, timeout, batch_size
+):
     @consume("orders", timeout=timeout, batch_size=batch_size, retry=ONCE)
     async def handle(order: list[object]) -> None:
         async with asyncio.timeout(1):
@@ -367,11 +370,11 @@ async def test_a_handlers_own_time_out_is_not_mistaken(clock, timeout, batch_siz
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-async def test_a_time_out_that_was_swallowed_is_a_failure_all_the_same(clock, batch_size):
+async def test_a_handler_that_swallows_its_timeout_fails(clock, batch_size):
     @consume("orders", timeout=5, batch_size=batch_size, retry=ONCE)
     async def handle(order: list[object]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(100)  # half of the work is undone
+            await asyncio.sleep(100)
 
     backend = ScriptedBackend()
     async with make_service(handle, clock=clock, backend=backend):
@@ -397,7 +400,7 @@ async def cancels_itself(order: list[object]) -> None:
 @pytest.mark.parametrize("batch_size", [None, 1])
 @pytest.mark.parametrize("timeout", [None, 5])
 @pytest.mark.parametrize("handler", [cancelled_inside, cancels_itself])
-async def test_a_cancellation_of_the_handlers_own_is_a_failure_and_the_worker_lives_on(
+async def test_a_cancellation_inside_the_handler_is_a_failure_and_does_not_end_the_worker(
     clock, handler, batch_size, timeout
 ):
     handle = consume("orders", batch_size=batch_size, timeout=timeout, retry=ONCE)(handler)
@@ -408,11 +411,13 @@ async def test_a_cancellation_of_the_handlers_own_is_a_failure_and_the_worker_li
             await clock.advance(2)
         letters = backend.queues["orders_dlq"]
         assert [letter.id for letter in letters] == ["0", "1", "2"]
-        assert "awaited something that was cancelled" in letters[0].headers["qkit-dead-error"]
+        assert (
+            "a task that the handler awaited was cancelled" in letters[0].headers["qkit-dead-error"]
+        )
         assert service.ready
 
 
-async def test_a_worker_that_was_cancelled_by_its_handler_has_no_memory_of_it(clock):
+async def test_a_handler_that_cancels_its_worker_does_not_affect_the_next_message(clock):
     async def fail() -> None:
         raise ValueError("child")
 
@@ -420,7 +425,7 @@ async def test_a_worker_that_was_cancelled_by_its_handler_has_no_memory_of_it(cl
     async def handle(body: str) -> None:
         if body == "first":
             await cancels_itself([])
-        async with asyncio.TaskGroup() as tasks:  # it looks at what its task has been through
+        async with asyncio.TaskGroup() as tasks:  # depends on the cancellation count of its task
             tasks.create_task(fail())
 
     async with make_service(handle, clock=clock) as service:
@@ -433,7 +438,7 @@ async def test_a_worker_that_was_cancelled_by_its_handler_has_no_memory_of_it(cl
 # -- middleware --------------------------------------------------------------------------------
 
 
-async def test_middleware_wraps_the_handler_the_services_outermost(clock):
+async def test_middleware_of_the_service_is_outermost(clock):
     order: list[str] = []
 
     def named(name):
@@ -480,7 +485,7 @@ async def test_middleware_may_rewrite_the_body_and_see_the_result(clock):
     assert results == ["handled"]
 
 
-async def test_a_body_that_middleware_spoils_is_undecodable_and_stays_as_it_was_sent(clock):
+async def test_an_invalid_body_from_middleware_is_dead_lettered_with_the_sent_body(clock):
     async def spoil(message, call_next):
         return await call_next(message.replace(body=b"{"))
 
@@ -494,7 +499,7 @@ async def test_a_body_that_middleware_spoils_is_undecodable_and_stays_as_it_was_
     assert (letter.reason, letter.body) == ("Undecodable", b"5")
 
 
-async def test_middleware_that_does_not_call_on_ends_the_message_there(clock):
+async def test_middleware_that_does_not_call_next_acks_the_message(clock):
     calls = Calls()
 
     async def seen_before(message, call_next):
@@ -508,13 +513,13 @@ async def test_middleware_that_does_not_call_on_ends_the_message_there(clock):
     assert calls == []
 
 
-async def test_what_middleware_raises_is_judged_like_the_handlers(clock):
+async def test_an_error_in_middleware_is_treated_like_a_handler_error(clock):
     calls = Calls()
 
-    async def refuse(message, call_next):
+    async def reject(message, call_next):
         raise Reject("not today")
 
-    handle = consume("orders", middleware=[refuse])(calls)
+    handle = consume("orders", middleware=[reject])(calls)
     async with make_service(handle, clock=clock) as service:
         await service.send("orders", {})
         await clock.advance(1)
@@ -523,7 +528,7 @@ async def test_what_middleware_raises_is_judged_like_the_handlers(clock):
     assert calls == []
 
 
-async def test_a_time_out_counts_middleware_in(clock):
+async def test_the_timeout_includes_middleware(clock):
     async def slow(message, call_next):
         await asyncio.sleep(100)
 
@@ -531,11 +536,11 @@ async def test_a_time_out_counts_middleware_in(clock):
     assert (await letter_of(handle, clock)).error_type == "HandlerTimeout"
 
 
-# -- verdicts ----------------------------------------------------------------------------------
+# -- outcomes ----------------------------------------------------------------------------------
 
 
 class Failing:
-    """A handler that raises what it is told, by attempt, and notes when it ran."""
+    """A handler that raises the given errors in turn and records its attempts."""
 
     def __init__(self, clock, *errors: BaseException | None) -> None:
         self.clock = clock
@@ -556,15 +561,15 @@ class Failing:
 
 @pytest.mark.proves("003-retry-1", "003-retry-5")
 @pytest.mark.parametrize("mode", ["release", "inline"])
-async def test_a_failing_message_is_tried_with_exact_backoff_and_then_buried(clock, mode):
+async def test_a_failing_message_is_retried_with_exact_backoff_and_then_dead_lettered(clock, mode):
     failing = Failing(clock, ValueError("one"), ValueError("two"), KeyError("three"))
     retry = RetrySettings(
         max_attempts=5, initial_delay=1, multiplier=3, max_delay=10, jitter=0, mode=mode
     )
     handle = consume("orders", retry=retry)(failing)
-    told: list[tuple[int, float]] = []
+    retries: list[tuple[int, float]] = []
     async with make_service(handle, clock=clock) as service:
-        service.on("retry", lambda event: told.append((event.attempt, event.delay)))
+        service.on("retry", lambda event: retries.append((event.attempt, event.delay)))
         await service.send("orders", {"id": 1})
         await clock.advance(100)
         letter = await only_letter(service, "orders")
@@ -572,7 +577,7 @@ async def test_a_failing_message_is_tried_with_exact_backoff_and_then_buried(clo
         assert (await service.stats("orders")).acked_total == 1
     assert failing.attempts == [1, 2, 3, 4, 5]
     assert failing.waits() == [1, 3, 9, 10]
-    assert told == [(1, 1), (2, 3), (3, 9), (4, 10)]
+    assert retries == [(1, 1), (2, 3), (3, 9), (4, 10)]
     assert (letter.reason, letter.error_type) == ("MaxRetriesExceeded", "KeyError")
     assert letter.attempts == 5
     assert letter.first_failed_at == failing.times[0]
@@ -582,7 +587,7 @@ async def test_a_failing_message_is_tried_with_exact_backoff_and_then_buried(clo
 
 
 @pytest.mark.parametrize("mode", ["release", "inline"])
-async def test_a_message_that_recovers_is_done(clock, mode):
+async def test_a_message_that_succeeds_after_a_retry_is_acked(clock, mode):
     failing = Failing(clock, ValueError(), ValueError(), None)
     handle = consume("orders", retry=RetrySettings(mode=mode, jitter=0))(failing)
     async with make_service(handle, clock=clock) as service:
@@ -593,7 +598,7 @@ async def test_a_message_that_recovers_is_done(clock, mode):
     assert failing.waits() == [1, 2]
 
 
-async def test_jitter_makes_a_retry_late_and_never_early(clock):
+async def test_jitter_only_adds_to_the_delay(clock):
     failing = Failing(clock, ValueError())
     retry = RetrySettings(max_attempts=20, initial_delay=10, multiplier=1, jitter=0.1)
     async with make_service(consume("orders", retry=retry)(failing), clock=clock) as service:
@@ -620,7 +625,7 @@ async def test_jitter_makes_a_retry_late_and_never_early(clock):
         ({}, BatchError({}), 3),
     ],
 )
-async def test_which_failures_are_tried_again(clock, options, error, attempts):
+async def test_retry_on_and_dead_on_select_the_retried_failures(clock, options, error, attempts):
     failing = Failing(clock, error)
     async with make_service(consume("orders", **options)(failing), clock=clock) as service:
         await service.send("orders", {})
@@ -641,14 +646,14 @@ async def test_a_handler_may_choose_the_delay_of_its_retry(clock):
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-async def test_a_message_that_expired_on_the_way_is_not_handled(clock, batch_size):
+async def test_an_expired_message_is_not_handled(clock, batch_size):
     calls = Calls()
 
     @consume("orders", batch_size=batch_size)
     async def handle(body: list[object]) -> None:
         calls.append(body)
 
-    backend = ScriptedBackend()  # one that does not look at the time itself
+    backend = ScriptedBackend()  # a backend that does not check expiry itself
     async with make_service(handle, clock=clock, backend=backend) as service:
         late = Envelope("late", b"[]", expires_at=clock.time())
         backend.put("orders", late, Envelope("in time", b"[]", expires_at=clock.time() + 1))
@@ -658,11 +663,11 @@ async def test_a_message_that_expired_on_the_way_is_not_handled(clock, batch_siz
     assert letter.id == "late"
     assert letter.headers["qkit-dead-reason"] == "TTLExpired"
     assert letter.headers["qkit-dead-error-type"] == "TimeToLiveExpired"
-    assert letter.headers["qkit-dead-attempts"] == "0", "no handler saw it"
+    assert letter.headers["qkit-dead-attempts"] == "0", "counted an attempt without a handler call"
     assert len(calls) == 1
 
 
-async def test_a_message_delivered_too_often_is_buried_without_another_try(clock):
+async def test_a_message_delivered_too_often_is_dead_lettered_without_calling_the_handler(clock):
     calls = Calls()
     backend = ScriptedBackend()
     async with make_service(consume("orders")(calls), clock=clock, backend=backend):
@@ -677,43 +682,43 @@ async def test_a_message_delivered_too_often_is_buried_without_another_try(clock
     assert calls == [{}]
 
 
-async def test_expired_messages_do_not_hold_up_those_behind_them(clock):
+async def test_expired_messages_do_not_delay_the_messages_behind_them(clock):
     calls = Calls()
     backend = ScriptedBackend()
     handler = consume("orders", concurrency=1)(calls)
     stuck = asyncio.Event()
     backend.script("publish", *[stuck] * 5)
     async with make_service(handler, clock=clock, backend=backend, prefetch=10):
-        gone = [Envelope(f"gone{n}", b"{}", expires_at=clock.time()) for n in range(5)]
-        backend.put("orders", *gone, Envelope("live", b"{}"))
+        expired = [Envelope(f"expired{n}", b"{}", expires_at=clock.time()) for n in range(5)]
+        backend.put("orders", *expired, Envelope("live", b"{}"))
         await clock.advance(1)
-        assert calls == [{}], "although no dead letter is written yet"
+        assert calls == [{}], "waited for the dead letters"
         assert "orders_dlq" not in backend.queues or not backend.queues["orders_dlq"]
         stuck.set()
         await clock.advance(1)
-        assert sorted(item.id for item in backend.queues["orders_dlq"]) == [e.id for e in gone]
+        assert sorted(item.id for item in backend.queues["orders_dlq"]) == [e.id for e in expired]
         assert len(backend.of("ack")) == 6
 
 
-async def test_a_stop_waits_for_the_dead_letters_of_expired_messages(clock):
+async def test_shutdown_waits_for_the_dead_letters_of_expired_messages(clock):
     backend = ScriptedBackend()
     backend.script("publish", 2.0)
     service = make_service(consume("orders")(Calls()), clock=clock, backend=backend)
     async with service:
-        backend.put("orders", Envelope("gone", b"{}", expires_at=clock.time()))
+        backend.put("orders", Envelope("expired", b"{}", expires_at=clock.time()))
         await clock.advance(1)
         stopping = asyncio.create_task(service.shutdown())
         await clock.advance(5)
         await stopping
-    assert [item.id for item in backend.queues["orders_dlq"]] == ["gone"]
-    assert backend.of("ack") == [("ack", "gone")]
+    assert [item.id for item in backend.queues["orders_dlq"]] == ["expired"]
+    assert backend.of("ack") == [("ack", "expired")]
 
 
 # -- batches -----------------------------------------------------------------------------------
 
 
 class Batches:
-    """A batch handler that notes what it got, and when."""
+    """A batch handler that records its batches and their times."""
 
     def __init__(self, clock, error: object = None) -> None:
         self.clock = clock
@@ -731,7 +736,7 @@ class Batches:
             raise error
 
 
-async def test_a_batch_is_full_or_has_waited_long_enough(clock):
+async def test_a_batch_starts_when_it_is_full_or_batch_wait_has_passed(clock):
     batches = Batches(clock)
     handle = consume("orders", batch_size=3, batch_wait=2)(batches)
     async with make_service(handle, clock=clock) as service:
@@ -749,7 +754,7 @@ async def test_a_batch_is_full_or_has_waited_long_enough(clock):
     assert [time - began for time in batches.times] == [0, 1, 3]
 
 
-async def test_a_batch_fills_up_with_what_comes_while_it_waits(clock):
+async def test_a_waiting_batch_takes_new_messages(clock):
     batches = Batches(clock)
     handle = consume("orders", batch_size=10, batch_wait=2)(batches)
     async with make_service(handle, clock=clock) as service:
@@ -760,7 +765,7 @@ async def test_a_batch_fills_up_with_what_comes_while_it_waits(clock):
         assert batches.batches == [list(range(10))]
 
 
-async def test_members_that_cannot_be_decoded_leave_the_batch_first(clock):
+async def test_undecodable_messages_are_excluded_from_the_batch(clock):
     batches = Batches(clock)
     handle = consume("orders", batch_size=3, batch_wait=1)(batches)
     raw = Channel("orders", bytes)
@@ -773,7 +778,7 @@ async def test_members_that_cannot_be_decoded_leave_the_batch_first(clock):
     assert (letter.reason, letter.body) == ("Undecodable", b"nonsense")
 
 
-async def test_a_batch_of_nothing_but_undecodable_members_calls_nobody(clock):
+async def test_a_batch_of_only_undecodable_messages_is_not_handled(clock):
     batches = Batches(clock)
     handle = consume("orders", batch_size=2, batch_wait=1)(batches)
     async with make_service(handle, clock=clock) as service:
@@ -784,7 +789,7 @@ async def test_a_batch_of_nothing_but_undecodable_members_calls_nobody(clock):
 
 
 @pytest.mark.parametrize("mode", ["release", "inline"])
-async def test_a_failed_batch_retries_and_charges_every_member(clock, mode):
+async def test_a_failed_batch_is_retried_and_counts_an_attempt_of_every_message(clock, mode):
     batches = Batches(clock, ValueError("all"))
     retry = RetrySettings(max_attempts=2, initial_delay=5, jitter=0, mode=mode)
     handle = consume("orders", batch_size=3, batch_wait=1, retry=retry)(batches)
@@ -800,9 +805,9 @@ async def test_a_failed_batch_retries_and_charges_every_member(clock, mode):
 
 
 @pytest.mark.parametrize("mode", ["release", "inline"])
-async def test_a_batch_error_settles_the_members_one_by_one(clock, mode):
+async def test_a_batch_error_settles_each_message_separately(clock, mode):
     def fail(bodies: list[int], messages: list[Message]) -> Exception | None:
-        errors: dict[str, Exception] = {"nobody": ValueError("ignored")}
+        errors: dict[str, Exception] = {"unknown": ValueError("ignored")}
         for body, message in zip(bodies, messages, strict=True):
             if body == 2:
                 errors[message.id] = Reject("two")
@@ -823,7 +828,7 @@ async def test_a_batch_error_settles_the_members_one_by_one(clock, mode):
     assert (letter.reason, letter.body) == ("ExplicitNack", b"2")
 
 
-async def test_a_batch_that_runs_too_long_has_failed(clock):
+async def test_a_batch_fails_at_its_timeout(clock):
     @consume("orders", batch_size=2, timeout=5, retry=ONCE)
     async def handle(bodies: list[int]) -> None:
         await asyncio.sleep(100)
@@ -848,7 +853,7 @@ async def test_a_synchronous_batch_handler_runs_in_a_thread():
     assert seen == [([1, 2], False)]
 
 
-async def test_an_unavailable_dependency_of_a_batch_charges_nobody(clock):
+async def test_a_batch_with_an_unavailable_dependency_counts_no_attempt(clock):
     failed: list[object] = []
 
     def fail(bodies: list[int], messages: list[Message]) -> Exception | None:
@@ -864,7 +869,7 @@ async def test_an_unavailable_dependency_of_a_batch_charges_nobody(clock):
         await clock.advance(20)
         assert failures(service, "orders") == (0, 0, 0)
         assert (await service.stats("orders")).acked_total == 2
-    assert batches.batches == [[1, 2], [1], [2]]  # a probe is one message
+    assert batches.batches == [[1, 2], [1], [2]]  # the consumer probes with one message
     assert batches.attempts == [[1, 1], [1], [1]]
 
 

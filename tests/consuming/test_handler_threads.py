@@ -1,4 +1,4 @@
-"""Threads for synchronous handlers: reuse, results, errors, context, and never in the way."""
+"""Threads for synchronous handlers: reuse, results, errors, context and process exit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def alive(threads: HandlerThreads) -> list[threading.Thread]:
 
 
 class Gate:
-    """A call that stays in its thread until told."""
+    """A callable that blocks its thread until ``open`` is set."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
@@ -40,14 +40,14 @@ class Gate:
         return threading.get_ident()
 
 
-async def test_a_call_runs_in_a_daemon_thread_and_its_result_comes_back(threads):
+async def test_a_call_runs_in_a_daemon_thread_and_returns_its_result(threads):
     thread = await threads.submit(threading.current_thread)
     assert thread is not threading.main_thread()
     assert thread.daemon
     assert thread.name == f"{threads._pool._name}-1"
 
 
-async def test_an_idle_thread_is_used_again_and_a_busy_one_is_not(threads):
+async def test_an_idle_thread_is_reused(threads):
     first = await threads.submit(threading.get_ident)
     assert await threads.submit(threading.get_ident) == first
     gate = Gate()
@@ -60,7 +60,7 @@ async def test_an_idle_thread_is_used_again_and_a_busy_one_is_not(threads):
     assert len(alive(threads)) == 2
 
 
-async def test_what_a_call_raises_is_raised_to_whoever_awaits_it(threads):
+async def test_the_error_of_a_call_is_raised_when_it_is_awaited(threads):
     def fail() -> None:
         raise KeyError("missing")
 
@@ -68,12 +68,12 @@ async def test_what_a_call_raises_is_raised_to_whoever_awaits_it(threads):
         await threads.submit(fail)
 
 
-async def test_a_stop_iteration_becomes_an_error_that_a_future_can_carry(threads):
+async def test_stop_iteration_becomes_a_runtime_error(threads):
     with pytest.raises(RuntimeError, match="StopIteration"):
         await threads.submit(lambda: next(iter(())))
 
 
-async def test_a_call_sees_the_context_of_its_submitter_and_cannot_change_it(threads):
+async def test_a_call_runs_in_a_copy_of_the_context(threads):
     colour.set("red")
 
     def paint() -> str:
@@ -85,7 +85,7 @@ async def test_a_call_sees_the_context_of_its_submitter_and_cannot_change_it(thr
     assert colour.get() == "red"
 
 
-async def test_a_result_that_nobody_waits_for_any_more_is_dropped(threads):
+async def test_the_result_of_a_cancelled_future_is_ignored(threads):
     gate = Gate()
     future = threads.submit(gate)
     await until(gate.began.is_set)
@@ -94,7 +94,7 @@ async def test_a_result_that_nobody_waits_for_any_more_is_dropped(threads):
     assert await threads.submit(lambda: "alive") == "alive"
 
 
-async def test_closing_ends_idle_threads_now_and_busy_ones_when_they_return(threads):
+async def test_close_ends_idle_threads_now_and_busy_threads_after_their_call(threads):
     gate = Gate()
     busy = threads.submit(gate)
     await until(gate.began.is_set)
@@ -108,7 +108,7 @@ async def test_closing_ends_idle_threads_now_and_busy_ones_when_they_return(thre
     await until(lambda: not alive(threads))
 
 
-def test_a_thread_survives_its_loop_and_ends_quietly(threads):
+def test_a_thread_outlives_its_loop_and_ends_without_an_error(threads):
     gate = Gate()
 
     async def leave_it() -> None:
@@ -124,7 +124,7 @@ def test_a_thread_survives_its_loop_and_ends_quietly(threads):
     assert not thread.is_alive()
 
 
-def test_a_stuck_handler_does_not_keep_the_process_alive():
+def test_a_handler_that_hangs_does_not_keep_the_process_alive():
     program = (
         "import asyncio, threading\n"
         "from qkit.consuming.handler_threads import HandlerThreads\n"

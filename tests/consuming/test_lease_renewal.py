@@ -1,4 +1,4 @@
-"""Held leases are extended three times in their length, together where the backend can."""
+"""Lease renewal: after every third of a lease, in one call if the backend supports it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from qkit.testing import VirtualClock
 LEASE = 30.0
 
 
-class OneByOne:
-    """A subscription that extends leases one by one, with an error for some messages."""
+class SingleExtend:
+    """A subscription that extends one lease per call and fails for some messages."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []
@@ -32,8 +32,8 @@ class OneByOne:
             raise error
 
 
-class Together(OneByOne):
-    """The same, which also extends many at once."""
+class BatchExtend(SingleExtend):
+    """A subscription that also extends many leases in one call."""
 
     broken: QueueError | None = None
 
@@ -50,11 +50,11 @@ class Together(OneByOne):
 
 @asynccontextmanager
 async def renewing(
-    subscription: OneByOne, ids: Sequence[str]
+    subscription: SingleExtend, ids: Sequence[str]
 ) -> AsyncIterator[tuple[dict[str, Job], set[Job], list[Job]]]:
     jobs = {id: Job(Delivery(Envelope(id, b"{}"), "orders", id)) for id in ids}
     held, lost = set(jobs.values()), list[Job]()
-    renewal = LeaseRenewal(subscription, LEASE, held, lost.append, "orders")  # type: ignore[arg-type]  # extends only
+    renewal = LeaseRenewal(subscription, LEASE, held, lost.append, "orders")  # type: ignore[arg-type]  # has only extend()
     task = asyncio.create_task(renewal.run())
     renewal.schedule()
     yield jobs, held, lost
@@ -63,13 +63,13 @@ async def renewing(
 
 
 @pytest.mark.parametrize(
-    ("subscription", "calls"), [(OneByOne, [("a",), ("b",)]), (Together, [("a", "b")])]
+    ("subscription", "calls"), [(SingleExtend, [("a",), ("b",)]), (BatchExtend, [("a", "b")])]
 )
-async def test_every_lease_is_extended_three_times_in_its_length(
-    clock: VirtualClock, subscription: type[OneByOne], calls: list[tuple[str, ...]]
+async def test_every_lease_is_extended_after_each_third_of_its_length(
+    clock: VirtualClock, subscription: type[SingleExtend], calls: list[tuple[str, ...]]
 ) -> None:
     live = subscription()
-    assert isinstance(live, ExtendMany) is (subscription is Together)
+    assert isinstance(live, ExtendMany) is (subscription is BatchExtend)
     async with renewing(live, ["a", "b"]):
         for _ in range(3):
             live.calls.clear()
@@ -77,9 +77,9 @@ async def test_every_lease_is_extended_three_times_in_its_length(
             assert sorted(live.calls) == calls
 
 
-@pytest.mark.parametrize("subscription", [OneByOne, Together])
-async def test_a_lease_that_has_ended_is_reported(
-    clock: VirtualClock, subscription: type[OneByOne]
+@pytest.mark.parametrize("subscription", [SingleExtend, BatchExtend])
+async def test_an_expired_lease_is_reported(
+    clock: VirtualClock, subscription: type[SingleExtend]
 ) -> None:
     live = subscription()
     live.errors["b"] = AckDeadlineExceeded("too late")
@@ -88,9 +88,9 @@ async def test_a_lease_that_has_ended_is_reported(
         assert lost == [jobs["b"]]
 
 
-@pytest.mark.parametrize("subscription", [OneByOne, Together])
-async def test_a_job_that_was_settled_meanwhile_is_not_lost(
-    clock: VirtualClock, subscription: type[OneByOne]
+@pytest.mark.parametrize("subscription", [SingleExtend, BatchExtend])
+async def test_a_job_that_was_settled_before_the_renewal_is_not_reported_as_lost(
+    clock: VirtualClock, subscription: type[SingleExtend]
 ) -> None:
     live = subscription()
     live.errors["a"] = AckDeadlineExceeded("too late")
@@ -101,10 +101,10 @@ async def test_a_job_that_was_settled_meanwhile_is_not_lost(
         assert lost == []
 
 
-async def test_a_broken_connection_is_logged_once_and_tried_again(
+async def test_a_connection_failure_is_logged_once_and_retried(
     clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = Together()
+    live = BatchExtend()
     live.broken = BackendUnavailable("the connection is gone")
     async with renewing(live, ["a", "b", "c"]) as (_, _, lost):
         await clock.advance(LEASE / 3)
@@ -115,8 +115,8 @@ async def test_a_broken_connection_is_logged_once_and_tried_again(
         assert lost == []
 
 
-async def test_an_idle_consumer_has_no_timer(clock: VirtualClock) -> None:
-    live = Together()
+async def test_an_idle_consumer_renews_no_lease(clock: VirtualClock) -> None:
+    live = BatchExtend()
     async with renewing(live, ["a"]) as (_, held, _):
         held.clear()
         await clock.advance(LEASE)

@@ -1,4 +1,4 @@
-"""The durable work queue loses nothing when its processes are killed."""
+"""Example ``durable_queue.py``: no job is lost when its processes are killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "durable_queue.py"
 @pytest.mark.proves(
     "002-overview-1", "002-delivery-4", "002-delivery-5", "002-place-5", "002-testing-9"
 )
-def test_killed_twice_and_nothing_lost(tmp_path: Path) -> None:
+def test_no_job_is_lost_when_processes_are_killed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), str(tmp_path / "data")],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The open shop: a page with queues and dead letters, and a replay from another process."""
+"""Example ``open_shop.py``: its dashboard, and a replay by another process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
-def test_dead_letters_of_the_demo_are_seen_and_replayed_as_the_readme_says(tmp_path: Path) -> None:
-    copy_shop(tmp_path, port=0)  # any: the demo itself may be open
+def test_dead_letters_are_listed_and_replayed_as_in_the_readme(tmp_path: Path) -> None:
+    copy_shop(tmp_path, port=0)  # any free port, because the demo itself may be running
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "examples.open_shop"],
         cwd=tmp_path, env=os.environ | {"COLUMNS": "200"}, stdout=subprocess.PIPE, text=True,
@@ -30,17 +30,17 @@ def test_dead_letters_of_the_demo_are_seen_and_replayed_as_the_readme_says(tmp_p
         lines: list[str] = []
         while "Ctrl-C" not in (lines[-1] if lines else ""):
             line = process.stdout.readline()
-            assert line, "it ended"
+            assert line, "the example exited before it was ready"
             lines.append(line)
-        told = "".join(lines)
-        address = next(word for word in told.split() if word.startswith("http://"))
+        output = "".join(lines)
+        address = next(word for word in output.split() if word.startswith("http://"))
         rows = {row["name"]: row for row in httpx.get(f"{address}api/queues").json()}
         assert rows["orders"]["dead_letters"] == 3
         assert rows["payments"]["dead_letters"] == 2
-        assert "QKIT_PATH=.demo .venv/bin/qkit dlq replay orders" in told
+        assert "QKIT_PATH=.demo .venv/bin/qkit dlq replay orders" in output
         answer = qkit(tmp_path, "dlq", "replay", "orders")
         assert answer["replayed"] == 3
-        until(lambda: qkit(tmp_path, "dlq", "list") == {"payments": 2})
+        wait_until(lambda: qkit(tmp_path, "dlq", "list") == {"payments": 2})
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     finally:
@@ -48,9 +48,9 @@ def test_dead_letters_of_the_demo_are_seen_and_replayed_as_the_readme_says(tmp_p
         process.communicate()
 
 
-def test_a_second_demo_says_so_and_leaves_the_first_ones_data_alone(tmp_path: Path) -> None:
+def test_a_second_demo_fails_and_keeps_the_data_of_the_first(tmp_path: Path) -> None:
     (tmp_path / ".demo").mkdir()
-    (tmp_path / ".demo" / "orders").write_text("of the first")
+    (tmp_path / ".demo" / "orders").write_text("first")
     with socket.create_server(("127.0.0.1", 0)) as first:
         copy_shop(tmp_path, port=first.getsockname()[1])
         done = subprocess.run(
@@ -59,9 +59,9 @@ def test_a_second_demo_says_so_and_leaves_the_first_ones_data_alone(tmp_path: Pa
         )  # fmt: skip
     assert done.returncode == 1
     assert "cannot listen" in done.stderr
-    assert "open already" in done.stderr
+    assert "already running" in done.stderr
     assert "Traceback" not in done.stderr
-    assert (tmp_path / ".demo" / "orders").read_text() == "of the first"
+    assert (tmp_path / ".demo" / "orders").read_text() == "first"
 
 
 def copy_shop(directory: Path, *, port: int) -> None:
@@ -81,7 +81,7 @@ def qkit(directory: Path, *words: str) -> dict[str, int]:
     return answer
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 40
     while not condition():
         assert time.monotonic() < deadline

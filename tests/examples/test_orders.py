@@ -1,4 +1,4 @@
-"""The demo does what the README says it does, on every backend."""
+"""Demo ``orders.py``: its own checks pass on every backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def demo(**environment: str) -> str:
-    """Run it as ``make demo`` does; what it showed."""
+    """Run the demo as ``make demo`` does, and return its output."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("QKIT_")}
     done = subprocess.run(
         [str(ROOT / "scripts" / "demo")],
@@ -32,15 +32,15 @@ def demo(**environment: str) -> str:
 
 
 @pytest.mark.proves("001-overview-1", "002-place-1", "002-usage-2")
-def test_the_demo_checks_itself_and_exits_0() -> None:
-    shown = demo()
-    assert "on native" in shown
-    assert "express orders overtook" in shown
-    assert "reminder waited" in shown
+def test_the_demo_passes_its_own_checks_and_exits_0() -> None:
+    output = demo()
+    assert "on native" in output
+    assert "express orders overtook" in output
+    assert "reminder waited" in output
 
 
-# How each is named in the environment, and what it cannot do.
-ELSEWHERE = [
+# Environment variables that select each broker, and the features that it does not support.
+BROKERS = [
     pytest.param({"QKIT_TYPE": "redis", "QKIT_MODE": "list"}, set(), id="redis-list"),
     pytest.param(
         {"QKIT_TYPE": "redis", "QKIT_MODE": "list", "QKIT_RELIABLE": "false"},
@@ -57,25 +57,25 @@ ELSEWHERE = [
 
 @pytest.mark.proves("003-compat-1", "003-compat-4")
 @pytest.mark.broker
-@pytest.mark.parametrize(("environment", "cannot"), ELSEWHERE)
-def test_the_same_code_runs_elsewhere(
-    request: pytest.FixtureRequest, environment: dict[str, str], cannot: set[str]
+@pytest.mark.parametrize(("environment", "unsupported"), BROKERS)
+def test_the_same_code_runs_on_every_broker(
+    request: pytest.FixtureRequest, environment: dict[str, str], unsupported: set[str]
 ) -> None:
     kind = environment["QKIT_TYPE"]
     url = request.getfixturevalue(f"{kind}_url")
-    shown = demo(**environment, QKIT_URL=url, QKIT_PREFIX=f"demo-{uuid.uuid4().hex[:8]}.")
-    assert f"on {kind}" in shown
+    output = demo(**environment, QKIT_URL=url, QKIT_PREFIX=f"demo-{uuid.uuid4().hex[:8]}.")
+    assert f"on {kind}" in output
     for feature in ("delays", "priorities"):
-        assert (f"no {feature} here" in shown) is (feature in cannot)
+        assert (f"no {feature} on this backend" in output) is (feature in unsupported)
 
 
 @pytest.mark.broker
-def test_without_an_address_a_broker_is_started_for_it(tmp_path: Path) -> None:
-    shown = demo(QKIT_TYPE="redis", QKIT_MODE="list", QKIT_BROKERS_DIR=str(tmp_path))
-    assert "on redis" in shown
-    assert not (tmp_path / "redis").exists(), "and ended after it"
+def test_the_demo_starts_a_broker_if_no_url_is_set(tmp_path: Path) -> None:
+    output = demo(QKIT_TYPE="redis", QKIT_MODE="list", QKIT_BROKERS_DIR=str(tmp_path))
+    assert "on redis" in output
+    assert not (tmp_path / "redis").exists(), "the broker was not stopped and removed"
 
 
-def test_a_wrong_type_is_told_by_the_settings() -> None:
+def test_the_error_for_an_unknown_type_lists_the_known_ones() -> None:
     with pytest.raises(AssertionError, match="rabbitmq"):
         demo(QKIT_TYPE="rabbit")

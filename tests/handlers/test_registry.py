@@ -1,4 +1,4 @@
-"""Registration: which handlers are found, how their parameters are filled, what is refused."""
+"""Registration of handlers: discovery, sources of parameters, and rejected definitions."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class Order(BaseModel):
     id: int
 
 
-def added(target: object) -> list[Handler]:
+def add(target: object) -> list[Handler]:
     return Registry().add(target)
 
 
 def only(target: object) -> Handler:
-    (handler,) = added(target)
+    (handler,) = add(target)
     return handler
 
 
 # -- decorators --------------------------------------------------------------------------------
 
 
-def test_a_decorated_function_stays_the_function_it_was():
+def test_a_decorated_function_is_unchanged():
     def handle(order: Order) -> None:
-        """Handle it."""
+        """Handle an order."""
 
     assert consume("orders")(handle) is handle
     assert consume(handle) is handle
@@ -86,51 +86,51 @@ def test_the_metadata_of_a_class_is_public_and_inherited():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"concurrency": 0}, "concurrency is at least 1"),
+        ({"concurrency": 0}, "concurrency: must be at least 1"),
         ({"concurrency": 10_001}, "at most 10000"),
-        ({"concurrency": 1.5}, "concurrency is a whole number"),
-        ({"concurrency": True}, "concurrency is a whole number"),
-        ({"timeout": 0}, "timeout is at least 0.001"),
-        ({"timeout": "1"}, "timeout is a number"),
-        ({"timeout": float("nan")}, "timeout is at least"),
-        ({"batch_size": 0}, "batch_size is at least 1 and at most 1000"),
+        ({"concurrency": 1.5}, "concurrency: expected an integer"),
+        ({"concurrency": True}, "concurrency: expected an integer"),
+        ({"timeout": 0}, "timeout: must be at least 0.001"),
+        ({"timeout": "1"}, "timeout: expected a number"),
+        ({"timeout": float("nan")}, "timeout: must be at least"),
+        ({"batch_size": 0}, "batch_size: must be at least 1 and at most 1000"),
         ({"batch_size": 1001}, "at most 1000"),
-        ({"batch_wait": -1}, "batch_wait is at least 0"),
-        ({"prefetch": 0}, "prefetch: 0 must be at least 1"),
+        ({"batch_wait": -1}, "batch_wait: must be at least 0"),
+        ({"prefetch": 0}, "prefetch: must be at least 1"),
     ],
 )
-def test_values_that_cannot_work_are_refused_where_they_are_written(options, word):
+def test_consume_rejects_invalid_values(options, word):
     with pytest.raises(ConfigError, match=word):
         consume("orders", **options)
 
 
-def test_a_group_must_be_a_name():
+def test_a_group_must_be_a_valid_name():
     with pytest.raises(InvalidName, match="group name"):
         consume("orders", group="a b")
 
 
 def test_channel_options_need_a_channel():
-    with pytest.raises(ConfigError, match="sets options of a channel but names none"):
+    with pytest.raises(ConfigError, match="sets options of a channel without naming it"):
         consume(prefetch=5)
 
 
-def test_a_channel_object_carries_its_own_options():
+def test_options_beside_a_channel_object_are_rejected():
     orders = Channel("orders", Order, prefetch=5)
     for decorator in (channel, consume):
-        with pytest.raises(ConfigError, match="given together with ttl; a Channel carries"):
+        with pytest.raises(ConfigError, match="cannot be combined with ttl"):
             decorator(orders, ttl=5)
 
 
-def test_channel_goes_on_a_class_and_consume_on_a_function():
-    with pytest.raises(ConfigError, match=r"@channel\('orders'\) goes on a class.*@consume"):
+def test_channel_requires_a_class_and_consume_a_function():
+    with pytest.raises(ConfigError, match=r"@channel\('orders'\): expected a class.*@consume"):
         channel("orders")(lambda order: None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="@consume goes on a function or method"):
+    with pytest.raises(ConfigError, match="@consume: expected a function or method"):
         consume("orders")(Order)
-    with pytest.raises(ConfigError, match="@consume goes on a function or method, not on 5"):
+    with pytest.raises(ConfigError, match="@consume: expected a function or method, got 5"):
         consume(5)  # type: ignore[call-overload]
 
 
-# -- what can be registered --------------------------------------------------------------------
+# -- registration targets -----------------------------------------------------------------------
 
 
 def test_a_function_is_registered_under_its_qualified_name():
@@ -141,16 +141,16 @@ def test_a_function_is_registered_under_its_qualified_name():
     assert handler.channel == "orders"
     assert handler.call is place
     assert handler.is_async
-    # <locals> has characters that no broker shares
+    # "<locals>" is left out, because some brokers do not allow its characters.
     assert handler.group == "test_a_function_is_registered_under_its_qualified_name.place"
     assert handler.body_type is Order
 
 
-def test_a_lambda_has_a_group_too():
-    assert only(consume("orders")(lambda order: None)).group.endswith("_too.lambda")
+def test_a_lambda_has_a_group():
+    assert only(consume("orders")(lambda order: None)).group.endswith("_has_a_group.lambda")
 
 
-def test_an_explicit_group_is_taken_as_it_is():
+def test_an_explicit_group_is_used_unchanged():
     assert only(consume("orders", group="billing")(lambda order: None)).group == "billing"
 
 
@@ -170,14 +170,14 @@ def test_every_decorated_method_of_an_instance_is_a_handler():
         def helper(self) -> None: ...
 
     orders = Orders()
-    place, take_back = added(orders)
+    place, take_back = add(orders)
     assert (place.channel, place.is_async) == ("orders", False)
     assert (take_back.channel, take_back.is_async) == ("returns", True)
     place.call("it")
     assert orders.seen == ["it"]  # bound to this instance
 
 
-def test_methods_are_inherited_overridden_and_switched_off():
+def test_handlers_can_be_inherited_overridden_and_disabled():
     @channel("orders")
     class Base:
         @consume("a")
@@ -195,8 +195,8 @@ def test_methods_are_inherited_overridden_and_switched_off():
 
         def first(self, body: dict) -> None: ...  # no longer a handler
 
-    assert {handler.channel for handler in added(Special())} == {"b2", "orders"}
-    assert {handler.channel for handler in added(Base())} == {"a", "b", "orders"}
+    assert {handler.channel for handler in add(Special())} == {"b2", "orders"}
+    assert {handler.channel for handler in add(Base())} == {"a", "b", "orders"}
 
 
 def test_a_subclass_may_move_its_handlers_to_another_channel():
@@ -230,12 +230,12 @@ def test_static_and_class_methods_are_handlers_in_either_order_of_decorators():
         @classmethod
         def d(cls, order: Order) -> None: ...
 
-    handlers = added(Orders())
+    handlers = add(Orders())
     assert [handler.channel for handler in handlers] == ["a", "b", "c", "d"]
     assert all([param.name for param in handler.params] == ["order"] for handler in handlers)
 
 
-def test_a_callable_object_is_a_handler_with_a_name_that_survives_a_restart():
+def test_a_callable_object_is_a_handler_with_a_stable_name():
     class Audit:
         async def __call__(self, entry: Order) -> None: ...
 
@@ -253,13 +253,13 @@ def test_a_callable_object_is_a_handler_with_a_name_that_survives_a_restart():
     assert only(Decorated()).channel == "audit"
 
 
-def test_a_partial_is_a_handler_of_the_function_behind_it():
+def test_a_partial_has_the_name_of_its_function():
     async def handle(ledger: dict, order: Order) -> None: ...
 
     handler = only(consume("orders")(functools.partial(handle, {})))
     assert handler.is_async
     assert handler.body_type is Order
-    assert handler.group.endswith("behind_it.handle")
+    assert handler.group.endswith("its_function.handle")
 
 
 def test_a_method_of_an_instance_can_be_registered_alone():
@@ -290,7 +290,7 @@ def awaited(function: Callable[..., object]) -> Callable[..., Awaitable[object]]
     return wrapper
 
 
-def test_a_wrapped_handler_is_read_through_its_wrapper():
+def test_the_signature_of_a_wrapped_handler_is_used():
     @consume("a")
     @logged
     async def inner_async(order: Order, *, tenant: Annotated[str, Header()]) -> None: ...
@@ -301,16 +301,16 @@ def test_a_wrapped_handler_is_read_through_its_wrapper():
 
     @logged
     @consume("c")
-    def noted_before(order: Order) -> None: ...
+    def decorated_before(order: Order) -> None: ...
 
     assert only(inner_async).is_async
     assert [param.name for param in only(inner_async).params] == ["order", "tenant"]
-    assert only(inner_sync).is_async  # else its coroutine would never be awaited
+    assert only(inner_sync).is_async  # otherwise its coroutine would never be awaited
     assert only(inner_sync).body_type is Order
-    assert not only(noted_before).is_async
+    assert not only(decorated_before).is_async
 
 
-def test_a_wrapped_method_of_a_class_is_read_through_its_wrapper():
+def test_the_signature_of_a_wrapped_method_is_used():
     @channel("orders")
     class Orders:
         @consume
@@ -320,13 +320,13 @@ def test_a_wrapped_method_of_a_class_is_read_through_its_wrapper():
     assert [param.name for param in only(Orders()).params] == ["order"]
 
 
-def a_module(**members: object) -> types.ModuleType:
+def module_of(**members: object) -> types.ModuleType:
     module = types.ModuleType("handlers")
     vars(module).update(members)
     return module
 
 
-def test_a_module_is_all_its_functions_and_instances(caplog):
+def test_registering_a_module_registers_its_functions_and_instances(caplog):
     @channel("orders")
     class Orders:
         @consume
@@ -339,50 +339,50 @@ def test_a_module_is_all_its_functions_and_instances(caplog):
 
     def helper() -> None: ...
 
-    module = a_module(
+    module = module_of(
         Orders=Orders, orders=Orders(), audit=audit, helper=helper, number=5, Other=Order
     )
     with caplog.at_level(logging.WARNING, "qkit"):
-        assert {handler.channel for handler in added(module)} == {"orders", "audit"}
-    (record,) = caplog.records  # a class whose instance may have been forgotten
-    assert "Orders is a decorated class" in record.getMessage()
+        assert {handler.channel for handler in add(module)} == {"orders", "audit"}
+    (record,) = caplog.records  # the user may have forgotten to register an instance
+    assert "Orders is a class and is not registered" in record.getMessage()
 
 
-def test_things_with_every_attribute_are_no_handlers():
+def test_mocks_are_not_handlers():
     @consume("audit")
     def audit(entry: dict) -> None: ...
 
-    module = a_module(audit=audit, call=mock.call, double=mock.MagicMock())
+    module = module_of(audit=audit, call=mock.call, double=mock.MagicMock())
     assert only(module).channel == "audit"
 
 
-def test_a_class_instead_of_an_instance_is_refused_with_the_way_out():
+def test_registering_a_class_raises_an_error_that_suggests_an_instance():
     @channel("orders")
     class Orders: ...
 
-    with pytest.raises(ConfigError, match=r"Orders is a class: register an instance.*Orders\(…\)"):
-        added(Orders)
+    with pytest.raises(ConfigError, match=r"Orders is a class; register an instance.*Orders\(…\)"):
+        add(Orders)
 
 
-@pytest.mark.parametrize("target", [object(), 5, "orders", None, len, a_module(number=5)])
-def test_nothing_to_register_is_refused(target):
-    with pytest.raises(ConfigError, match="has no handlers: mark functions or methods"):
-        added(target)
+@pytest.mark.parametrize("target", [object(), 5, "orders", None, len, module_of(number=5)])
+def test_a_target_without_handlers_is_rejected(target):
+    with pytest.raises(ConfigError, match="has no handlers: decorate functions or methods"):
+        add(target)
 
 
-def test_a_handler_without_a_channel_is_refused_with_its_place():
+def test_a_handler_without_a_channel_is_rejected_with_its_location():
     @consume
     def handle(order: Order) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"handle at .*:\d+ consumes no channel") as caught:
-        added(handle)
+    with pytest.raises(ConfigError, match=r"handle at .*:\d+ has no channel") as caught:
+        add(handle)
     assert __file__ in str(caught.value)
 
 
 # -- several handlers --------------------------------------------------------------------------
 
 
-def test_a_queue_has_one_handler():
+def test_a_queue_rejects_a_second_handler():
     registry = Registry()
     registry.add(consume("orders", group="a")(lambda order: None))
     with pytest.raises(ConfigError, match="queue 'orders' has two handlers") as caught:
@@ -390,7 +390,7 @@ def test_a_queue_has_one_handler():
     assert str(caught.value).count(__file__) == 2
 
 
-def test_a_topic_has_one_handler_for_each_group():
+def test_a_topic_rejects_a_second_handler_of_a_group():
     registry = Registry()
     prices = Channel("prices", broadcast=True)
     registry.add(consume(prices, group="a")(lambda price: None))
@@ -399,7 +399,7 @@ def test_a_topic_has_one_handler_for_each_group():
         registry.add(consume(prices, group="a")(lambda price: None))
 
 
-def test_a_refused_target_leaves_nothing_behind():
+def test_a_rejected_target_registers_nothing():
     registry = Registry()
 
     class Mixed:
@@ -416,7 +416,7 @@ def test_a_refused_target_leaves_nothing_behind():
         @consume("unnamed")
         def unnamed(self, body: dict) -> None: ...
 
-    Unnamed.unnamed.__qualname__ = "処理"  # no character of it can be in a group's name
+    Unnamed.unnamed.__qualname__ = "処理"  # contains no character that is valid in a group name
     with pytest.raises(HandlerError):
         registry.add(Mixed())
     with pytest.raises(InvalidName):
@@ -424,7 +424,7 @@ def test_a_refused_target_leaves_nothing_behind():
     assert (registry.channels, registry.handlers) == ({}, [])
 
 
-def test_equal_declarations_are_merged_and_contradicting_ones_name_both_places():
+def test_equal_declarations_are_merged_and_contradicting_ones_are_rejected():
     registry = Registry()
     registry.add(consume("prices", broadcast=True, prefetch=5, group="a")(lambda price: None))
     registry.add(consume("prices", broadcast=True, ttl=60, group="b")(lambda price: None))
@@ -444,8 +444,8 @@ def test_a_service_registers_and_lists_its_handlers():
 # -- the type of a channel ---------------------------------------------------------------------
 
 
-def test_sends_are_checked_against_the_declared_type_or_else_the_handlers():
-    def wants(kind: object) -> Callable[..., None]:
+def test_the_body_type_is_the_declared_type_or_that_of_the_handlers():
+    def handler_of(kind: object) -> Callable[..., None]:
         def handle(body: object) -> None: ...
 
         handle.__annotations__["body"] = kind
@@ -453,15 +453,15 @@ def test_sends_are_checked_against_the_declared_type_or_else_the_handlers():
 
     registry = Registry()
     assert registry.body_type("prices") is None
-    registry.add(consume("prices", broadcast=True, group="a")(wants(Order)))
+    registry.add(consume("prices", broadcast=True, group="a")(handler_of(Order)))
     assert registry.body_type("prices") is Order
-    registry.add(consume("prices", broadcast=True, group="b")(wants(dict)))
-    assert registry.body_type("prices") is None  # each reads it in its own way
+    registry.add(consume("prices", broadcast=True, group="b")(handler_of(dict)))
+    assert registry.body_type("prices") is None  # its handlers take different types
     registry.declare(Channel("prices", int))
     assert registry.body_type("prices") is int
     registry.add(consume("raw")(lambda body: None))
     assert registry.body_type("raw") is None
-    registry.add(consume("many", batch_size=5)(wants(list[Order])))
+    registry.add(consume("many", batch_size=5)(handler_of(list[Order])))
     assert registry.body_type("many") is Order
 
 
@@ -469,7 +469,7 @@ def test_sends_are_checked_against_the_declared_type_or_else_the_handlers():
 
 
 @pytest.mark.proves("003-types-5")
-def test_each_parameter_says_how_it_is_filled():
+def test_each_parameter_has_its_source():
     @consume("orders")
     def handle(
         order: Order,
@@ -492,7 +492,7 @@ def test_each_parameter_says_how_it_is_filled():
     assert handler.body == handler.params[0]
 
 
-def test_constraints_beside_a_header_are_kept():
+def test_constraints_of_a_header_are_kept():
     @consume("orders")
     def handle(order: Order, n: Annotated[int, "positive", Header("n")]) -> None: ...
 
@@ -508,7 +508,7 @@ def test_an_annotated_body_is_still_the_body():
     assert only(handle).params[0].kind == "body"
 
 
-def test_a_handler_without_a_body_takes_anything():
+def test_a_handler_without_a_body_accepts_any_body():
     @consume("orders")
     def handle(message: Message) -> None: ...
 
@@ -517,7 +517,7 @@ def test_a_handler_without_a_body_takes_anything():
     assert handler.body_type is object
 
 
-def test_a_batch_takes_lists():
+def test_a_batch_handler_takes_lists():
     @consume("orders", batch_size=10)
     def handle(orders: list[Order], messages: list[Message]) -> None: ...
 
@@ -549,22 +549,22 @@ def batch_header(orders: list[Order], tenant: Annotated[str, Header()]) -> None:
 @pytest.mark.parametrize(
     ("function", "batch_size", "word"),
     [
-        (splat, None, r"splat: parameter \*bodies: .* takes any number of arguments"),
-        (keywords, None, r"keywords: parameter \*\*body: .* takes any number of arguments"),
-        (two_bodies, None, "'first' and 'second' would both take the body"),
-        (with_default, None, "'dry_run' has a default, so it is not the body"),
+        (splat, None, r"splat: parameter \*bodies: .* is variadic"),
+        (keywords, None, r"keywords: parameter \*\*body: .* is variadic"),
+        (two_bodies, None, "'first' and 'second' would both receive the body"),
+        (with_default, None, "'dry_run' has a default, so it cannot be the body"),
         (generator, None, "generator is a generator"),
         (async_generator, None, "async_generator is a generator"),
-        (unknown_type, None, "unknown_type: its annotations cannot be read: .*Nowhere"),
-        (unknown_attribute, None, "its annotations cannot be read: .*Nowhere"),
+        (unknown_type, None, "unknown_type: cannot evaluate its annotations: .*Nowhere"),
+        (unknown_attribute, None, "cannot evaluate its annotations: .*Nowhere"),
         (not_a_list, 5, r"'orders' takes a batch; annotate it as list\[…\]"),
         (bare_list, 5, r"'orders' takes a batch; annotate it as list\[…\]"),
-        (one_message, 5, "'message' is one Message, but the handler takes batches"),
-        (batch_header, 5, "'tenant' is a header, but a batch has the headers of many"),
+        (one_message, 5, "'message' is a Message, but the handler takes batches"),
+        (batch_header, 5, "'tenant' is a header, but the handler takes batches"),
     ],
 )
-def test_a_signature_that_cannot_be_filled_is_refused_with_the_parameter_and_why(
+def test_an_unsupported_signature_is_rejected_with_the_parameter_and_the_reason(
     function, batch_size, word
 ):
     with pytest.raises(HandlerError, match=word):
-        added(consume("orders", batch_size=batch_size)(function))
+        add(consume("orders", batch_size=batch_size)(function))

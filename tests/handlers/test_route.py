@@ -1,4 +1,4 @@
-"""RouteTable: a channel's declaration, the settings and the backend, put together."""
+"""Routes: the declaration of a channel combined with the settings and the backend."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def passing(message: Message, call_next: CallNext) -> object:
     return await call_next(message)
 
 
-class Described(ScriptedBackend):
-    """A backend that says of itself what a test wants."""
+class DescribedBackend(ScriptedBackend):
+    """A backend with a given name and given capabilities."""
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ def routes(
 ) -> RouteTable:
     return RouteTable(
         Settings(**{"type": "native", **settings}),
-        Described(backend, can() if capabilities is None else capabilities),
+        DescribedBackend(backend, can() if capabilities is None else capabilities),
         registry or Registry(),
         Counters(),
     )
 
 
 def handling(channel: str, **options) -> Registry:
-    """A registry with a handler of that channel."""
+    """Return a registry with a handler for the channel."""
 
     def handle(body: str) -> None: ...
 
@@ -68,7 +68,7 @@ def handler(**options) -> Handler:
     return Registry().add(consume("orders", **options)(handle))[0]
 
 
-# -- what is built -----------------------------------------------------------------------------
+# -- routes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.proves("000-config-6", "003-retry-8", "003-compat-2")
@@ -86,7 +86,7 @@ def test_a_plain_channel_gets_the_settings_defaults():
     assert route.dead_letter == QueueSpec(name="orders_dlq", max_depth=10_000, drop_oldest=True)
 
 
-def test_a_sender_declares_that_a_channel_exists():
+def test_a_sender_declares_only_that_a_channel_exists():
     channel = Channel("orders", ack_deadline=5, balance="round_robin")
     assert routes().resolve(channel).spec == QueueSpec(name="orders", dead_letter="orders_dlq")
 
@@ -102,14 +102,14 @@ def test_a_consumer_declares_how_a_channel_is_consumed():
     )
 
 
-def test_on_a_directory_the_owner_limits_priorities(tmp_path):
+def test_in_a_native_directory_the_owner_limits_priorities(tmp_path):
     assert routes(path=tmp_path).resolve(Channel("orders")).max_priority == 255
     assert routes(path=tmp_path).resolve(Channel("few", max_priority=3)).max_priority == 3
     assert routes(max_priority=20).resolve(Channel("orders")).max_priority == 20
 
 
 @pytest.mark.proves("003-speed-1")
-def test_a_channels_own_options_come_before_the_settings():
+def test_options_of_a_channel_override_the_settings():
     found = routes(retry={"max_attempts": 7}, registry=handling("orders", broadcast=True)).resolve(
         Channel(
             "orders",
@@ -143,7 +143,7 @@ def test_a_channels_own_options_come_before_the_settings():
     )
 
 
-def test_the_prefix_is_on_every_name_at_the_broker():
+def test_every_name_on_the_broker_has_the_prefix():
     route = routes(prefix="shop.").resolve(Channel("orders"))
     assert (route.name, route.queue, route.spec.name) == ("orders", "shop.orders", "shop.orders")
     assert route.spec.dead_letter == "shop.orders_dlq"
@@ -151,7 +151,7 @@ def test_the_prefix_is_on_every_name_at_the_broker():
     assert route.dead_letter.name == "shop.orders_dlq"
 
 
-def test_without_queues_every_channel_is_a_topic_but_for_the_dead_letters():
+def test_without_queues_every_channel_is_a_topic_except_dead_letter_queues():
     lacking = can(queues=Support.UNSUPPORTED)
     found = routes(lacking)
     plain, letters = found.resolve(Channel("orders")), found.resolve(Channel("orders_dlq"))
@@ -161,14 +161,14 @@ def test_without_queues_every_channel_is_a_topic_but_for_the_dead_letters():
     assert (letters.broadcast, letters.spec.broadcast) == (False, False)
 
 
-def test_a_passive_service_creates_nothing():
+def test_a_passive_service_declares_its_queues_as_passive():
     route = routes(declare="passive").resolve(Channel("orders"))
     assert route.spec.passive
     assert route.dead_letter is not None
     assert route.dead_letter.passive
 
 
-def test_no_dead_letters_when_they_are_switched_off():
+def test_a_channel_has_no_dead_letter_queue_when_disabled():
     assert routes(dead_letter={"enabled": False}).resolve(Channel("orders")).dead_letter is None
     kept = routes(dead_letter={"enabled": False}).resolve(Channel("orders", dead_letter=True))
     assert kept.dead_letter is not None
@@ -178,10 +178,10 @@ def test_a_dead_letter_queue_has_no_dead_letter_queue():
     own = routes(dead_letter={"max_size": 50}).resolve(Channel("orders_dlq"))
     assert own.dead_letter is None
     assert own.spec == QueueSpec(name="orders_dlq", max_depth=50, drop_oldest=True)
-    assert routes().resolve(Channel("_dlq")).dead_letter is not None  # the suffix alone is a name
+    assert routes().resolve(Channel("_dlq")).dead_letter is not None  # an ordinary name
 
 
-def test_retries_switched_off_make_the_first_failure_final():
+def test_with_retries_disabled_the_first_failure_is_final():
     assert routes(retry={"enabled": False}).resolve(Channel("orders")).policy.max_attempts == 1
 
 
@@ -189,7 +189,7 @@ def test_a_backend_that_cannot_delay_retries_inline():
     assert routes(can(delay=Support.UNSUPPORTED)).resolve(Channel("orders")).policy.mode == "inline"
 
 
-def test_what_the_backend_has_not_is_left_out_unless_it_was_asked_for():
+def test_settings_that_the_backend_does_not_support_are_ignored():
     route = routes(Capabilities()).resolve(Channel("orders"))
     assert (route.max_priority, route.ack_deadline, route.dead_letter) == (None, None, None)
     own = routes(Capabilities()).resolve(Channel("orders_dlq"))
@@ -200,23 +200,23 @@ def test_what_the_backend_has_not_is_left_out_unless_it_was_asked_for():
     ("option", "value", "advice"),
     [
         ("broadcast", True, "a backend with topics"),
-        ("ordered", True, "drop ordered=True"),
+        ("ordered", True, "remove ordered=True"),
         ("prefetch", 5, "leave prefetch out"),
         ("max_priority", 5, "one channel per urgency"),
-        ("ack_deadline", 5.0, "keeps no leases"),
+        ("ack_deadline", 5.0, "has no leases"),
         ("ttl", 5.0, "leave ttl out"),
         ("dead_letter", True, "set dead_letter=False"),
     ],
 )
-def test_an_option_that_the_backend_cannot_keep_is_refused(option, value, advice):
+def test_an_option_that_the_backend_does_not_support_is_rejected(option, value, advice):
     found = routes(Capabilities())
-    with pytest.raises(Unsupported, match=f"'orders' asks for {option}.*scripted.*{advice}") as why:
+    with pytest.raises(Unsupported, match=f"'orders' uses {option}.*scripted.*{advice}") as why:
         found.resolve(Channel("orders", **{option: value}))
     assert (why.value.backend, why.value.queue) == ("scripted", "orders")
 
 
 @pytest.mark.proves("002-improvements-4")
-def test_only_the_native_engine_balances_otherwise_than_by_turns():
+def test_only_the_native_engine_supports_balances_other_than_round_robin():
     usual = routes(registry=handling("orders")).resolve(Channel("orders", balance="round_robin"))
     assert usual.spec.balance == "round_robin"
     own = routes(backend="native", registry=handling("orders")).resolve(
@@ -224,7 +224,7 @@ def test_only_the_native_engine_balances_otherwise_than_by_turns():
     )
     assert own.spec.balance == "random"
     for balance in ("least_busy", "random"):
-        with pytest.raises(Unsupported, match=f"asks for balance='{balance}', which scripted"):
+        with pytest.raises(Unsupported, match=f"uses balance='{balance}', which scripted"):
             routes().resolve(Channel("orders", balance=balance))
 
 
@@ -233,16 +233,16 @@ def test_replicas_need_a_broker_that_replicates():
     routes(Capabilities()).check_settings()
     settings: dict[str, Any] = {"type": "rabbitmq", "url": "amqp://localhost/", "replicas": 3}
     routes(can(), **settings).check_settings()
-    with pytest.raises(ConfigError, match=r"replicas=3: scripted keeps no replicas"):
+    with pytest.raises(ConfigError, match=r"replicas=3: scripted does not replicate"):
         routes(Capabilities(), **settings).check_settings()
 
 
-def test_an_option_switched_off_needs_no_capability():
+def test_a_disabled_option_needs_no_capability():
     found = routes(Capabilities()).resolve(Channel("orders", dead_letter=False, ordered=False))
     assert found.dead_letter is None
 
 
-async def test_the_service_refuses_before_it_connects():
+async def test_an_unsupported_option_is_rejected_before_connecting():
     backend = ScriptedBackend(can(topics=Support.UNSUPPORTED))
     service = make_service(consume("prices", broadcast=True)(lambda price: None), backend=backend)
     with pytest.raises(Unsupported, match="broadcast"):
@@ -251,13 +251,13 @@ async def test_the_service_refuses_before_it_connects():
     assert backend.calls == []
 
 
-async def test_a_balance_that_a_broker_cannot_keep_is_refused_at_start():
+async def test_an_unsupported_balance_is_rejected_at_start():
     @consume("audit", balance="least_busy")
     async def audit(entry: dict) -> None: ...
 
     backend = ScriptedBackend()
     service = make_service(audit, backend=backend)
-    with pytest.raises(Unsupported, match="its consumers take turns"):
+    with pytest.raises(Unsupported, match="for round-robin delivery"):
         await service.start()
     assert backend.declared == []
 
@@ -265,7 +265,7 @@ async def test_a_balance_that_a_broker_cannot_keep_is_refused_at_start():
 # -- one route for each channel ----------------------------------------------------------------
 
 
-def test_a_route_is_built_once_and_again_only_for_something_new():
+def test_a_route_is_rebuilt_only_when_a_declaration_adds_something():
     found = routes()
     assert found.get("orders") is None
     orders = Channel("orders", prefetch=5)
@@ -281,7 +281,7 @@ def test_a_route_is_built_once_and_again_only_for_something_new():
     assert second.counters is first.counters
 
 
-def test_a_contradiction_is_refused_and_leaves_the_route():
+def test_a_contradicting_declaration_is_rejected_and_keeps_the_route():
     found = routes()
     first = found.resolve(Channel("orders", prefetch=5))
     with pytest.raises(ConfigError, match="different prefetch"):
@@ -289,13 +289,13 @@ def test_a_contradiction_is_refused_and_leaves_the_route():
     assert found.resolve(Channel("orders")) is first
 
 
-async def test_a_type_that_comes_later_is_checked_from_then_on(clock):
+async def test_a_type_that_is_declared_later_is_checked_from_then_on(clock):
     async with make_service(clock=clock) as service:
         await service.send("orders", "anything")
         orders: Channel[Order] = Channel("orders", Order)
         await service.send(orders, Order(id=1))
         with pytest.raises(InvalidBody, match=r"expected .*Order"):
-            await service.send(orders, "anything")  # type: ignore[misc]  # type checkers see it too
+            await service.send(orders, "anything")  # type: ignore[misc]  # type checkers also reject it
         with pytest.raises(InvalidBody):
             await service.send("orders", "anything")
 
@@ -303,7 +303,7 @@ async def test_a_type_that_comes_later_is_checked_from_then_on(clock):
 # -- handlers ----------------------------------------------------------------------------------
 
 
-def test_prefetch_is_at_least_what_the_handlers_calls_take():
+def test_the_default_prefetch_covers_all_concurrent_calls():
     found = routes()
     plain = found.resolve(Channel("plain"))
     assert found.prefetch(plain, handler()) == 10
@@ -319,18 +319,18 @@ def test_prefetch_is_at_least_what_the_handlers_calls_take():
         configured.prefetch(configured.resolve(Channel("plain")), handler(concurrency=4))
 
 
-def test_a_batch_needs_a_backend_that_can():
+def test_a_batch_handler_needs_a_backend_that_supports_batches():
     found = routes(can(batch=Support.UNSUPPORTED))
     found.check_handler(found.resolve(Channel("orders")), handler())
-    with pytest.raises(Unsupported, match=r"batch_size.*take one message per call"):
+    with pytest.raises(Unsupported, match=r"batch_size.*handle one message per call"):
         found.check_handler(found.resolve(Channel("orders")), handler(batch_size=5))
 
 
-def test_a_batch_goes_neither_with_order_nor_with_middleware():
+def test_a_batch_handler_rejects_ordered_channels_and_middleware():
     found = routes()
     batch = handler(batch_size=5)
     found.check_handler(found.resolve(Channel("plain")), batch)
-    with pytest.raises(ConfigError, match="ordered=True hands out one message of a key"):
+    with pytest.raises(ConfigError, match="ordered=True handles one message of a key"):
         found.check_handler(found.resolve(Channel("ordered", ordered=True)), batch)
     with pytest.raises(ConfigError, match="middleware wraps a single message"):
         found.check_handler(found.resolve(Channel("wrapped", middleware=[passing])), batch)

@@ -1,4 +1,4 @@
-"""Fixtures of the native engine's tests: an engine in virtual time."""
+"""Fixtures for tests of the native engine: engines in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def engine(clock: VirtualClock) -> AsyncIterator[Engine]:
 async def either(
     request: pytest.FixtureRequest, clock: VirtualClock, tmp_path: Path
 ) -> AsyncIterator[Engine]:
-    """An engine in memory, then one in a directory, which must behave alike."""
+    """Provide an engine in memory, then one in a directory; both must behave the same."""
     if request.param == "memory":
         engine = Engine(clock=clock)
     else:

@@ -1,4 +1,4 @@
-"""Bulk files: taken in exactly once, all or nothing."""
+"""Bulk files: imported exactly once, atomically and in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def bodies(engine: Engine, queue: str = "orders") -> list[bytes]:
 EXPECTED = [b"0.0", b"0.1", b"0.2", b"1.0", b"1.1", b"1.2"]
 
 
-async def test_a_job_is_taken_once_whatever_happens(tmp_path: Path) -> None:
+async def test_a_job_is_imported_exactly_once(tmp_path: Path) -> None:
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
             bulk(tmp_path, "load")
@@ -40,7 +40,7 @@ async def test_a_job_is_taken_once_whatever_happens(tmp_path: Path) -> None:
             assert await engine.import_bulk_files() == 6
             assert published_jobs(tmp_path) == []
             bulk(tmp_path, "load")
-            assert commit(tmp_path, "load")  # tried again by somebody who did not know
+            assert commit(tmp_path, "load")  # published again by mistake
             assert await engine.import_bulk_files() == 0
             assert await bodies(engine) == EXPECTED
             first = await engine.consume("orders")
@@ -52,25 +52,27 @@ async def test_a_job_is_taken_once_whatever_happens(tmp_path: Path) -> None:
             assert await bodies(engine) == [body for body in EXPECTED if body != b"0.2"]
 
 
-async def test_a_crash_in_the_middle_counts_for_nothing(tmp_path: Path) -> None:
+async def test_an_interrupted_import_has_no_effect(tmp_path: Path) -> None:
     with VirtualClock() as clock:
         engine = await Engine.open(tmp_path, clock=clock)
         bulk(tmp_path, "load", count=5_000)
         commit(tmp_path, "load")
-        whole = engine.storage.journal.writer.append_with_callback
+        append = engine.storage.journal.writer.append_with_callback
         calls = 0
 
-        def broken(contents: Sequence[bytes], done: AppendCallback, *, force: bool = False) -> None:
+        def failing(
+            contents: Sequence[bytes], done: AppendCallback, *, force: bool = False
+        ) -> None:
             nonlocal calls
             calls += 1
             if calls == 4:
                 raise RuntimeError("killed")
-            whole(contents, done, force=force)
+            append(contents, done, force=force)
 
-        engine.storage.journal.writer.append_with_callback = broken  # type: ignore[method-assign]
+        engine.storage.journal.writer.append_with_callback = failing  # type: ignore[method-assign]
         with pytest.raises(RuntimeError):
             await engine.import_bulk_files()
-        engine.storage.journal.writer.append_with_callback = whole  # type: ignore[method-assign]
+        engine.storage.journal.writer.append_with_callback = append  # type: ignore[method-assign]
         await engine.publish("orders", b"between")
         await engine.storage.maintain()
         await engine.aclose()
@@ -82,7 +84,7 @@ async def test_a_crash_in_the_middle_counts_for_nothing(tmp_path: Path) -> None:
             assert len(await bodies(again)) == 10_001
 
 
-async def test_every_group_of_a_topic_gets_its_copy(tmp_path: Path) -> None:
+async def test_a_bulk_message_is_copied_to_every_group(tmp_path: Path) -> None:
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
             await engine.create("prices", broadcast=True)
@@ -115,7 +117,7 @@ async def test_a_declared_queue_is_created_without_messages(tmp_path: Path) -> N
             assert channels["prices"].config.broadcast
 
 
-async def test_an_aborted_job_leaves_nothing(tmp_path: Path) -> None:
+async def test_an_aborted_job_leaves_no_files(tmp_path: Path) -> None:
     bulk(tmp_path, "load")
     abort(tmp_path, "load")
     assert not commit(tmp_path, "load")
@@ -128,7 +130,7 @@ async def test_an_aborted_job_leaves_nothing(tmp_path: Path) -> None:
             assert await engine.import_bulk_files() == 0
 
 
-async def test_a_part_that_is_not_whole_is_refused_and_the_others_taken(tmp_path: Path) -> None:
+async def test_a_damaged_part_is_rejected_and_other_jobs_are_imported(tmp_path: Path) -> None:
     for job in ("bad", "good"):
         bulk(tmp_path, job)
         commit(tmp_path, job)
@@ -138,30 +140,30 @@ async def test_a_part_that_is_not_whole_is_refused_and_the_others_taken(tmp_path
     part.write_bytes(data)
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            with pytest.raises(LogDamaged, match="is not whole"):
+            with pytest.raises(LogDamaged, match="is damaged"):
                 await engine.import_bulk_files()
             assert published_jobs(tmp_path) == ["bad"]
             assert await bodies(engine) == EXPECTED
-            assert await engine.import_bulk_files() == 0  # told once
+            assert await engine.import_bulk_files() == 0  # the error is raised only once
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            with pytest.raises(LogDamaged, match=r"bad/00000001\.seg is not whole"):
+            with pytest.raises(LogDamaged, match=r"bad/00000001\.seg is damaged"):
                 await engine.import_bulk_files()
 
 
 @pytest.mark.parametrize("job", ["", "../x", "/x", ".hidden", "a/b", "x" * 201, "a\n"])
-def test_a_job_cannot_be_named_out_of_the_inbox(tmp_path: Path, job: str) -> None:
-    with pytest.raises(ConfigError, match="a job is named"):
+def test_an_invalid_job_name_is_rejected(tmp_path: Path, job: str) -> None:
+    with pytest.raises(ConfigError, match="a job name must be"):
         BulkWriter(tmp_path, job, 0)
 
 
-def test_files_are_the_owners_alone(tmp_path: Path) -> None:
+def test_bulk_files_are_private_to_their_owner(tmp_path: Path) -> None:
     bulk(tmp_path, "load")
     commit(tmp_path, "load")
     assert (tmp_path / "inbox/load").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "inbox/load/00000000.seg").stat().st_mode & 0o777 == 0o600
 
 
-async def test_an_engine_finds_bulk_files_by_itself(
+async def test_a_running_engine_imports_bulk_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkit.native.storage.storage.CHECK_INTERVAL_SECONDS", 0.01)
@@ -174,11 +176,12 @@ async def test_an_engine_finds_bulk_files_by_itself(
         assert delivery.body in EXPECTED
 
 
-QUERY = "6f0c6b5e-9f0e-4a5a-8f5e-0a1b2c3d4e5f"  # as Spark names a query; batches are QUERY-0, …
+# Id of a Spark query. Its batches are the jobs QUERY-0, QUERY-1, and so on.
+QUERY = "6f0c6b5e-9f0e-4a5a-8f5e-0a1b2c3d4e5f"
 
 
 def batch_of(path: Path, number: int, *, query: str = QUERY, partitions: int = 2) -> None:
-    """Write one batch of a stream: each partition holds one message of each of three keys."""
+    """Write one batch of a stream, with a message for each of three keys in each partition."""
     for partition in range(partitions):
         with BulkWriter(path, f"{query}-{number}", partition * 1_000) as writer:
             for key in ("a", "b", "c"):
@@ -189,7 +192,7 @@ async def order_of(engine: Engine) -> list[tuple[str | None, bytes]]:
     return [(item.key, item.body) for item in await engine.peek("orders", 100_000)]
 
 
-async def test_200_batches_in_one_inbox_are_imported_in_their_order(tmp_path: Path) -> None:
+async def test_200_batches_in_one_inbox_are_imported_in_order(tmp_path: Path) -> None:
     for number in range(200):
         batch_of(tmp_path, number)
         assert commit(tmp_path, f"{QUERY}-{number}")
@@ -207,7 +210,7 @@ async def test_200_batches_in_one_inbox_are_imported_in_their_order(tmp_path: Pa
         ]
 
 
-async def test_jobs_are_imported_in_the_order_of_their_commits(tmp_path: Path) -> None:
+async def test_jobs_are_imported_in_commit_order(tmp_path: Path) -> None:
     names = [
         "z-10",
         "a",
@@ -218,14 +221,14 @@ async def test_jobs_are_imported_in_the_order_of_their_commits(tmp_path: Path) -
         "load-2026-11-16",
         "load-2026-11-15",
     ]
-    for name in reversed(names):  # written in another order than they are committed
+    for name in reversed(names):  # written in a different order than committed
         bulk(tmp_path, name, parts=1, count=1)
     for name in names:
         assert commit(tmp_path, name)
     assert published_jobs(tmp_path) == names
 
 
-async def test_a_clock_that_goes_back_does_not_change_the_order(
+async def test_setting_the_clock_back_does_not_change_the_import_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([2_000_000_000 * 10**9, 1_000_000_000 * 10**9, 1_500_000_000 * 10**9])
@@ -236,8 +239,8 @@ async def test_a_clock_that_goes_back_does_not_change_the_order(
     assert published_jobs(tmp_path) == ["c", "a", "b"]
 
 
-async def test_files_of_an_older_version_are_imported_in_their_order(tmp_path: Path) -> None:
-    """It noted nothing at its commit: all there is are the names, and the times of the parts."""
+async def test_batches_of_an_older_version_are_imported_in_order(tmp_path: Path) -> None:
+    """An older version set no commit time; only job names and directory times are known."""
     other = QUERY.replace("6f", "a0")
     for number in (0, 1, 10, 11, 2, 9):
         for query, start in ((QUERY, 0), (other, 5)):
@@ -252,18 +255,19 @@ async def test_files_of_an_older_version_are_imported_in_their_order(tmp_path: P
     ]
     by_time.sort(key=lambda item: (item[1] + (0 if item[0] == QUERY else 5), item[0]))
     assert published_jobs(tmp_path) == [f"{query}-{number}" for query, number in by_time]
-    for entry in (tmp_path / "inbox").iterdir():  # copied without their times
+    for entry in (tmp_path / "inbox").iterdir():  # as after a copy that does not preserve times
         os.utime(entry, (1_800_000_000,) * 2)
     found = published_jobs(tmp_path)
     for query in (QUERY, other):
         batches = [name for name in found if name.startswith(query)]
         assert batches == [f"{query}-{number}" for number in (0, 1, 2, 9, 10, 11)]
-    os.utime(tmp_path / "inbox" / f"{QUERY}-9", (1_600_000_000,) * 2)  # times that contradict
+    # This time contradicts the number of the batch.
+    os.utime(tmp_path / "inbox" / f"{QUERY}-9", (1_600_000_000,) * 2)
     batches = [name for name in published_jobs(tmp_path) if name.startswith(QUERY)]
     assert batches == [f"{QUERY}-{number}" for number in (0, 1, 2, 9, 10, 11)]
 
 
-async def test_parts_are_imported_by_their_number(tmp_path: Path) -> None:
+async def test_parts_are_imported_in_order_of_number(tmp_path: Path) -> None:
     for part in (99_999_000, 100_000_000):
         with BulkWriter(tmp_path, "load", part) as writer:
             writer.put("orders", b"%d" % part)

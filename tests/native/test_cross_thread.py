@@ -1,4 +1,4 @@
-"""An engine that is called from other threads, each with an event loop of its own; in real time."""
+"""Calls from other threads, each with its own event loop, in real time."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         yield engine
 
 
-async def elsewhere(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a new loop in another thread; it is made here, in the engine's loop."""
+async def in_another_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a new loop in another thread."""
     return await asyncio.to_thread(asyncio.run, coroutine)
 
 
@@ -51,7 +51,7 @@ def in_flight(engine: Engine, queue: str = "tasks") -> int:
 
 
 class TestCalls:
-    async def test_a_plain_thread_publishes_and_consumes(self, engine: Engine) -> None:
+    async def test_another_thread_can_publish_and_consume(self, engine: Engine) -> None:
         def thread() -> bytes:
             asyncio.run(engine.publish("tasks", b"x", headers={"a": "b"}, message_id="mine"))
             delivery = asyncio.run(engine.consume("tasks"))
@@ -65,7 +65,7 @@ class TestCalls:
         assert (await engine.stats("tasks")).acked_total == 1
 
     @pytest.mark.proves("001-storage-1")
-    async def test_everything_that_can_be_awaited(self, engine: Engine) -> None:
+    async def test_every_coroutine_works_from_another_thread(self, engine: Engine) -> None:
         async def everything() -> None:
             await engine.create("other", max_depth=2)
             assert await engine.list() == ["other", "tasks"]
@@ -92,26 +92,26 @@ class TestCalls:
             await engine.written()
             await engine.delete("other")
 
-        await elsewhere(everything())
+        await in_another_thread(everything())
         assert await engine.list() == ["other_dlq", "tasks"]
 
-    def test_no_public_coroutine_is_left_out(self) -> None:
-        """Whoever adds one decides: carried, or with a reason in this list."""
-        own = {
-            "attach",  # part of opening
-            "declare",  # called by the backend, in the loop of the engine
-            "publish_many",  # the same
+    def test_every_public_coroutine_is_thread_safe_or_exempt(self) -> None:
+        """A new coroutine must be made thread-safe, or added to ``loop_only`` with a reason."""
+        loop_only = {
+            "attach",  # called while the engine is opened
+            "declare",  # called by the backend, in the engine's loop
+            "publish_many",  # called by the backend, in the engine's loop
         }
-        by_hand = {"aclose", "consume", "publish"}
+        checked_inside = {"aclose", "consume", "publish"}
         coroutines = {
             name
             for name, value in vars(Engine).items()
             if inspect.iscoroutinefunction(value) and not name.startswith("_")
         }
         decorated = {name for name in coroutines if hasattr(vars(Engine)[name], "__wrapped__")}
-        assert coroutines == decorated | by_hand | own
+        assert coroutines == decorated | checked_inside | loop_only
 
-    async def test_errors_come_across(self, engine: Engine) -> None:
+    async def test_errors_are_raised_in_the_calling_thread(self, engine: Engine) -> None:
         await engine.create("small", max_depth=1)
 
         async def fail() -> None:
@@ -133,9 +133,9 @@ class TestCalls:
             with pytest.raises(MessageNotFound):
                 await delivery.nack()
 
-        await elsewhere(fail())
+        await in_another_thread(fail())
 
-    async def test_a_call_runs_in_the_callers_context(self, engine: Engine) -> None:
+    async def test_a_call_runs_in_the_context_of_its_caller(self, engine: Engine) -> None:
         tenant: ContextVar[str] = ContextVar("tenant", default="none")
         seen: list[str] = []
 
@@ -146,33 +146,35 @@ class TestCalls:
             tenant.set("acme")
             await engine.portal.run(note)
 
-        await elsewhere(call())
+        await in_another_thread(call())
         assert seen == ["acme"]
 
-    async def test_a_waiting_consume_is_served(self, engine: Engine) -> None:
-        waiting = asyncio.create_task(elsewhere(engine.consume("tasks", 10)))
+    async def test_a_waiting_consume_of_another_thread_receives_a_message(
+        self, engine: Engine
+    ) -> None:
+        waiting = asyncio.create_task(in_another_thread(engine.consume("tasks", 10)))
         await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
         await engine.publish("tasks", b"x")
         delivery = await waiting
         assert delivery is not None
         await delivery.ack()
 
-    async def test_a_deliverys_thread_does_not_matter(self, engine: Engine) -> None:
+    async def test_a_delivery_can_be_settled_from_any_thread(self, engine: Engine) -> None:
         for n in range(4):
             await engine.publish("tasks", str(n).encode())
         here = await engine.consume("tasks")
-        there = await elsewhere(engine.consume("tasks"))
+        there = await in_another_thread(engine.consume("tasks"))
         assert here is not None
         assert there is not None
-        await elsewhere(here.ack())
+        await in_another_thread(here.ack())
         await there.ack()
         assert (await engine.stats("tasks")).acked_total == 2
 
 
 @pytest.mark.proves("000-scenarios-7", "001-storage-1")
 @pytest.mark.slow
-async def test_eight_threads_lose_and_double_nothing(engine: Engine) -> None:
-    """RELIABILITY in small: each thread sends five hundred and takes what it finds."""
+async def test_eight_threads_neither_lose_nor_duplicate_messages(engine: Engine) -> None:
+    """Each thread sends five hundred messages and consumes messages of all threads."""
     threads, each = 8, 500
     taken: list[list[bytes]] = [[] for _ in range(threads)]
     done = threading.Barrier(threads)
@@ -194,12 +196,12 @@ async def test_eight_threads_lose_and_double_nothing(engine: Engine) -> None:
 
         asyncio.run(main())
         done.wait(60)
-        asyncio.run(work())  # what came after this one's last look
+        asyncio.run(work())  # messages that arrived after its last consume
 
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(threads) as pool:
         await asyncio.gather(*(loop.run_in_executor(pool, run, n) for n in range(threads)))
-    bodies = [body for some in taken for body in some]
+    bodies = [body for received in taken for body in received]
     assert len(bodies) == len(set(bodies)) == threads * each
     stats = await engine.stats("tasks")
     assert (stats.depth, stats.in_flight, stats.acked_total) == (0, 0, threads * each)
@@ -207,12 +209,14 @@ async def test_eight_threads_lose_and_double_nothing(engine: Engine) -> None:
 
 
 class TestCancelled:
-    async def test_a_wait_that_is_given_up_ends_here_too(self, engine: Engine) -> None:
-        async def give_up() -> None:
+    async def test_cancelling_a_call_cancels_it_in_the_loop_of_the_engine(
+        self, engine: Engine
+    ) -> None:
+        async def time_out() -> None:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(engine.consume("tasks", None), 0.05)
 
-        await elsewhere(give_up())
+        await in_another_thread(time_out())
         actor = engine.catalogue.queue("tasks", "test")
         await until(lambda: actor.consumers == 0)
         assert not actor.waiters.waiters
@@ -222,25 +226,27 @@ class TestCancelled:
         assert delivery is not None
         await delivery.ack()
 
-    async def test_a_delivery_that_was_on_its_way_goes_back(self, engine: Engine) -> None:
-        """The answer is there and the caller, busy meanwhile, is cancelled before it reads it."""
-        delivered, asked = threading.Event(), threading.Event()
+    async def test_a_delivery_that_arrives_after_the_cancellation_is_released(
+        self, engine: Engine
+    ) -> None:
+        """The caller's loop is blocked, and the call is cancelled before its result is read."""
+        delivered, called = threading.Event(), threading.Event()
 
         async def caller() -> None:
             task = asyncio.create_task(engine.consume("tasks", None))
             await asyncio.sleep(0.01)
-            asked.set()
+            called.set()
             assert delivered.wait(60)  # blocks this loop, as a handler might
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        calling = asyncio.create_task(elsewhere(caller()))
-        await asyncio.to_thread(asked.wait, 60)
+        calling = asyncio.create_task(in_another_thread(caller()))
+        await asyncio.to_thread(called.wait, 60)
         await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
         await engine.publish("tasks", b"x")
         await until(lambda: in_flight(engine) == 1)
-        await asyncio.sleep(0.05)  # the task is done, and its answer on its way
+        await asyncio.sleep(0.05)  # the task is done, but the caller has not read its result
         delivered.set()
         await calling
         delivery = await engine.consume("tasks", 10)
@@ -248,8 +254,8 @@ class TestCancelled:
         assert (delivery.body, delivery.retry_count) == (b"x", 0)
         await delivery.ack()
 
-    async def test_a_loop_that_is_closed_gives_back_what_it_was_given(self, engine: Engine) -> None:
-        """``asyncio.run`` ends with a consume under way: it is cancelled like any task."""
+    async def test_closing_the_loop_of_the_caller_cancels_its_consume(self, engine: Engine) -> None:
+        """``asyncio.run`` cancels a pending consume when it ends, like any task."""
 
         async def leave() -> None:
             waiting.append(asyncio.create_task(engine.consume("tasks", None)))
@@ -257,16 +263,16 @@ class TestCancelled:
 
         waiting: list[asyncio.Task[Delivery | None]] = []
         for _ in range(5):
-            await elsewhere(leave())
+            await in_another_thread(leave())
         await engine.publish("tasks", b"x")
         delivery = await engine.consume("tasks", 10)
         assert delivery is not None
         await delivery.ack()
         assert (await engine.stats("tasks")).consumers == 0
 
-    async def test_before_it_has_begun(self, engine: Engine) -> None:
-        """The engine's loop is busy: the call is given up before it gets there."""
-        gone = threading.Event()
+    async def test_a_call_cancelled_before_it_starts_never_runs(self, engine: Engine) -> None:
+        """The engine's loop is blocked until the call is cancelled."""
+        cancelled = threading.Event()
 
         def thread() -> None:
             async def caller() -> None:
@@ -274,22 +280,22 @@ class TestCancelled:
                     await asyncio.wait_for(engine.publish("tasks", b"never"), 0.01)
 
             asyncio.run(caller())
-            gone.set()
+            cancelled.set()
 
         calling = threading.Thread(target=thread)
         calling.start()
-        assert gone.wait(60)  # in the engine's loop, which does nothing meanwhile
+        assert cancelled.wait(60)  # blocks the engine's loop
         calling.join()
         await asyncio.sleep(0.05)
         assert (await engine.stats("tasks")).published_total == 0
 
     @pytest.mark.slow
-    async def test_at_any_moment(self, engine: Engine) -> None:
-        """Consumes that are cancelled while their messages arrive: none is lost or counted."""
+    async def test_a_consume_cancelled_at_any_time_loses_no_message(self, engine: Engine) -> None:
+        """Cancel consumes while messages arrive; a cancelled consume counts no attempt."""
         random = Random(20)
         rounds, taken = 200, list[bytes]()
 
-        async def victims() -> None:
+        async def consume_and_cancel() -> None:
             for _ in range(rounds):
                 task = asyncio.create_task(engine.consume("tasks", None))
                 await asyncio.sleep(random.random() * 0.002)
@@ -307,7 +313,7 @@ class TestCancelled:
                 await asyncio.sleep(random.random() * 0.002)
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(elsewhere(victims()))
+            group.create_task(in_another_thread(consume_and_cancel()))
             group.create_task(produce())
         await until(lambda: in_flight(engine) == 0)
         while (delivery := await engine.consume("tasks")) is not None:
@@ -318,7 +324,7 @@ class TestCancelled:
 
 
 class TestClosed:
-    async def test_a_call_to_a_closed_engine(self, engine: Engine) -> None:
+    async def test_a_call_to_a_closed_engine_raises(self, engine: Engine) -> None:
         await engine.publish("tasks", b"x")
         delivery = await engine.consume("tasks")
         assert delivery is not None
@@ -333,20 +339,20 @@ class TestClosed:
             delivery.extend(5),
         ):
             with pytest.raises(LifecycleError, match="closed"):
-                await elsewhere(call)
-        await elsewhere(engine.aclose())
+                await in_another_thread(call)
+        await in_another_thread(engine.aclose())
 
-    async def test_an_engine_that_is_not_open(self) -> None:
+    async def test_a_call_to_an_unopened_engine_raises(self) -> None:
         for call in (Engine().publish("tasks", b"x"), Engine().list()):
             with pytest.raises(LifecycleError, match="async with"):
-                await elsewhere(call)
-        await elsewhere(Engine().aclose())
+                await in_another_thread(call)
+        await in_another_thread(Engine().aclose())
 
-    async def test_who_waits_is_told(self, engine: Engine) -> None:
+    async def test_a_waiting_call_raises_when_the_engine_is_closed(self, engine: Engine) -> None:
         await engine.create("small", max_depth=1)
         await engine.publish("small", b"x")
-        consuming = asyncio.create_task(elsewhere(engine.consume("tasks", None)))
-        sending = asyncio.create_task(elsewhere(engine.publish("small", b"y", wait=None)))
+        consuming = asyncio.create_task(in_another_thread(engine.consume("tasks", None)))
+        sending = asyncio.create_task(in_another_thread(engine.publish("small", b"y", wait=None)))
         await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
         await until(lambda: bool(engine.catalogue.queue("small", "test")._capacity_waiters.waiters))
         await engine.aclose()
@@ -355,22 +361,24 @@ class TestClosed:
         with pytest.raises(LifecycleError):
             await sending
 
-    async def test_closed_from_another_thread_by_two_at_once(self, engine: Engine) -> None:
-        consuming = asyncio.create_task(elsewhere(engine.consume("tasks", None)))
+    async def test_several_threads_can_close_the_engine_concurrently(self, engine: Engine) -> None:
+        consuming = asyncio.create_task(in_another_thread(engine.consume("tasks", None)))
         await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
-        await asyncio.gather(*(elsewhere(engine.aclose()) for _ in range(4)))
+        await asyncio.gather(*(in_another_thread(engine.aclose()) for _ in range(4)))
         assert engine.closed
         with pytest.raises(SubscriptionLost):
             await consuming
 
     @pytest.mark.parametrize("kind", ["memory", "durable"])
-    @pytest.mark.parametrize("tidy", [True, False], ids=["asyncio.run", "a bare loop"])
-    def test_nobody_hangs_when_the_engine_goes(self, tmp_path: Path, kind: str, tidy: bool) -> None:
-        """Threads that call without end while the engine is closed and its loop with it."""
+    @pytest.mark.parametrize("use_run", [True, False], ids=["asyncio.run", "a bare loop"])
+    def test_no_call_hangs_when_the_engine_is_closed(
+        self, tmp_path: Path, kind: str, use_run: bool
+    ) -> None:
+        """Threads call the engine in a loop while it and its event loop are closed."""
         ready, engines = threading.Event(), list[Engine]()
-        endings: list[str] = []
+        errors: list[str] = []
 
-        async def own() -> None:
+        async def run_engine() -> None:
             engine = Engine() if kind == "memory" else await Engine.open(tmp_path / "engine")
             async with engine:
                 await engine.create("tasks")
@@ -380,16 +388,16 @@ class TestClosed:
                 await asyncio.sleep(0.1)
 
         def owner() -> None:
-            if tidy:
-                asyncio.run(own())
-            else:  # no task is cancelled at its end
+            if use_run:
+                asyncio.run(run_engine())
+            else:  # closing a bare loop does not cancel its tasks
                 loop = asyncio.new_event_loop()
-                loop.run_until_complete(own())
+                loop.run_until_complete(run_engine())
                 loop.close()
 
         def caller(number: int) -> None:
             async def call() -> None:
-                if number < 2:  # let go by the engine in its last moment
+                if number < 2:  # waits until the engine is closed
                     await engines[0].consume("quiet", None)
                 while True:
                     await engines[0].publish("tasks", b"x")
@@ -400,30 +408,30 @@ class TestClosed:
             try:
                 asyncio.run(call())
             except QueueError as error:
-                endings.append(type(error).__name__)
+                errors.append(type(error).__name__)
 
-        owning = threading.Thread(target=owner)
-        owning.start()
+        owner_thread = threading.Thread(target=owner)
+        owner_thread.start()
         assert ready.wait(60)
         callers = [threading.Thread(target=caller, args=[n], daemon=True) for n in range(8)]
         for thread in callers:
             thread.start()
-        owning.join(20)
+        owner_thread.join(20)
         deadline = time.monotonic() + 20
         for thread in callers:
             thread.join(max(0.0, deadline - time.monotonic()))
-        assert not any(thread.is_alive() for thread in [owning, *callers])
-        assert len(endings) == 8
-        assert set(endings) <= {"LifecycleError", "SubscriptionLost"}, endings
+        assert not any(thread.is_alive() for thread in [owner_thread, *callers])
+        assert len(errors) == 8
+        assert set(errors) <= {"LifecycleError", "SubscriptionLost"}, errors
 
-    def test_the_loop_ended_without_a_word(self) -> None:
+    def test_a_call_after_the_loop_has_ended_raises(self) -> None:
         engine = Engine()
 
-        async def forget() -> None:
+        async def open_without_close() -> None:
             await engine.__aenter__()
             await engine.create("tasks")
 
-        asyncio.run(forget())
+        asyncio.run(open_without_close())
 
         def thread() -> None:
             with pytest.raises(LifecycleError, match="event loop has ended"):
@@ -436,46 +444,46 @@ class TestClosed:
         assert engine.closed
 
 
-class TestGate:
-    async def test_a_task_that_is_cancelled_from_within_says_so(self) -> None:
-        """As when the loop's owner cancels all tasks before it closes the loop."""
-        gate = LoopPortal()
-        gate.open(asyncio.get_running_loop())
-        calling = asyncio.create_task(elsewhere(gate.run(lambda: asyncio.sleep(60))))
-        await until(lambda: bool(gate._pending_calls))
-        for task in gate._pending_calls:
+class TestLoopPortal:
+    async def test_a_call_cancelled_by_the_loop_of_the_engine_raises(self) -> None:
+        """Simulate ``asyncio.run``, which cancels all tasks before it closes the loop."""
+        portal = LoopPortal()
+        portal.open(asyncio.get_running_loop())
+        calling = asyncio.create_task(in_another_thread(portal.run(lambda: asyncio.sleep(60))))
+        await until(lambda: bool(portal._pending_calls))
+        for task in portal._pending_calls:
             task.cancel()
         with pytest.raises(LifecycleError, match="ended"):
             await calling
-        assert not gate._pending_calls
+        assert not portal._pending_calls
 
-    async def test_it_waits_for_everybody_inside(self) -> None:
-        gate, proceed = LoopPortal(), asyncio.Event()
-        gate.open(asyncio.get_running_loop())
+    async def test_wait_drained_waits_for_all_accepted_calls(self) -> None:
+        portal, proceed = LoopPortal(), asyncio.Event()
+        portal.open(asyncio.get_running_loop())
 
         async def work() -> str:
             await proceed.wait()
             return "done"
 
-        calling = asyncio.create_task(elsewhere(gate.run(work)))
-        await until(lambda: bool(gate._pending_calls))
-        assert gate.close()
-        assert not gate.close()
-        emptied = asyncio.create_task(gate.wait_drained())
+        calling = asyncio.create_task(in_another_thread(portal.run(work)))
+        await until(lambda: bool(portal._pending_calls))
+        assert portal.close()
+        assert not portal.close()
+        drained = asyncio.create_task(portal.wait_drained())
         await asyncio.sleep(0.01)
-        assert not emptied.done()
+        assert not drained.done()
         proceed.set()
-        await emptied
+        await drained
         assert await calling == "done"
 
-    async def test_one_that_was_let_in_and_finds_it_closed(self) -> None:
-        gate = LoopPortal()
-        gate.open(asyncio.get_running_loop())
+    async def test_an_accepted_call_that_starts_after_close_raises(self) -> None:
+        portal = LoopPortal()
+        portal.open(asyncio.get_running_loop())
         entered = threading.Event()
 
         def thread() -> None:
             async def call() -> None:
-                task = asyncio.create_task(gate.run(lambda: asyncio.sleep(0)))
+                task = asyncio.create_task(portal.run(lambda: asyncio.sleep(0)))
                 await asyncio.sleep(0)
                 entered.set()
                 with pytest.raises(LifecycleError, match="closed"):
@@ -485,6 +493,6 @@ class TestGate:
 
         calling = asyncio.create_task(asyncio.to_thread(thread))
         await asyncio.sleep(0)
-        assert entered.wait(60)  # the call is queued; this loop has not come to it
-        gate.close()
+        assert entered.wait(60)  # the call is queued, but this loop has not started it
+        portal.close()
         await calling

@@ -1,4 +1,4 @@
-"""The engine as a program uses it, in virtual time; see also test_seed_scenarios.py."""
+"""Public API of the engine, in virtual time. See also test_seed_scenarios.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestPublish:
         "000-consume-7",
         "000-consume-9",
     )
-    async def test_a_delivery_shows_what_was_published(self, engine: Engine) -> None:
+    async def test_a_delivery_has_the_fields_of_the_published_message(self, engine: Engine) -> None:
         await engine.create("tasks")
         headers = {"tenant": "acme"}
         sent = await engine.publish(
@@ -66,7 +66,9 @@ class TestPublish:
     @pytest.mark.proves(
         "001-overview-5", "001-reaper-1", "001-reaper-2", "004-actors-4", "004-states-5"
     )
-    async def test_a_delay_is_kept_to_the_moment(self, engine: Engine, clock: VirtualClock) -> None:
+    async def test_a_delayed_message_is_delivered_exactly_when_due(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
         await engine.create("tasks")
         sent = await engine.publish("tasks", b"x", delay=7 * 24 * 3600)
         assert sent.position is None
@@ -88,13 +90,13 @@ class TestPublish:
             ({"queue": "unknown"}, QueueNotFound),
         ],
     )
-    async def test_what_cannot_be_is_refused(self, engine: Engine, options, error) -> None:
+    async def test_invalid_arguments_are_rejected(self, engine: Engine, options, error) -> None:
         await engine.create("tasks")
         with pytest.raises(error):
             await engine.publish(**{"queue": "tasks", "body": b"x", **options})
         assert (await engine.stats("tasks")).published_total == 0
 
-    async def test_ttl_without_a_dead_letter_queue_is_dropped_and_reported(
+    async def test_an_expired_message_without_a_dead_letter_queue_is_dropped_and_reported(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
         reported: list[DeadLetter] = []
@@ -134,20 +136,24 @@ class TestSettle:
     )
     @pytest.mark.parametrize("first", ["ack", "nack"])
     @pytest.mark.parametrize("second", ["ack", "nack", "extend"])
-    async def test_settling_twice(self, engine: Engine, first: str, second: str) -> None:
+    async def test_settling_a_delivery_twice_raises(
+        self, engine: Engine, first: str, second: str
+    ) -> None:
         await engine.create("tasks")
         await engine.publish("tasks", b"x")
         delivery = await take(engine)
         await getattr(delivery, first)()
-        other = await engine.consume("tasks")  # after a nack, another consumer has it
-        with pytest.raises(MessageNotFound, match="settled before"):
+        other = await engine.consume("tasks")  # another consumer has the message after a nack
+        with pytest.raises(MessageNotFound, match="already settled"):
             await getattr(delivery, second)(*([5] if second == "extend" else []))
         if other is not None:
             await other.ack()
 
     @pytest.mark.proves("000-ack-4", "000-nack-5", "000-errors-6")
     @pytest.mark.parametrize("late", ["ack", "nack", "extend"])
-    async def test_settling_late(self, engine: Engine, clock: VirtualClock, late: str) -> None:
+    async def test_settling_after_the_lease_expired_raises(
+        self, engine: Engine, clock: VirtualClock, late: str
+    ) -> None:
         await engine.create("tasks")
         await engine.publish("tasks", b"x")
         delivery = await take(engine, ack_deadline=5)
@@ -168,7 +174,7 @@ class TestSettle:
         assert await engine.consume("tasks") is None
         await delivery.ack()
 
-    async def test_a_shorter_lease_ends_earlier(self, engine: Engine, clock: VirtualClock) -> None:
+    async def test_extend_can_shorten_a_lease(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks")
         await engine.publish("tasks", b"x")
         delivery = await take(engine)
@@ -191,7 +197,7 @@ class TestSettle:
         assert waits == [0, 1, 2, 4, 5]
 
     @pytest.mark.proves("000-dead-3")
-    async def test_a_nack_after_the_ttl_is_a_dead_letter(
+    async def test_a_message_nacked_after_its_ttl_becomes_a_dead_letter(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
         await engine.create("tasks")
@@ -202,7 +208,7 @@ class TestSettle:
         assert (await engine.dead_letters("tasks"))[0].reason == Reason.TTL_EXPIRED
 
     @pytest.mark.proves("000-lifecycle-6", "000-deadline-4", "002-ack-5", "004-states-4")
-    async def test_a_consumer_that_always_crashes_ends_in_the_dead_letters(
+    async def test_a_message_that_always_crashes_its_consumer_is_dead_lettered(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
         await engine.create("tasks", ack_deadline=1)
@@ -217,22 +223,20 @@ class TestSettle:
 
 
 class TestBlockedLoop:
-    """A loop that was blocked past the end of a lease; the jump stands for the block."""
+    """Event loop blocked past the end of a lease, simulated by a clock jump."""
 
-    async def test_an_ack_that_waited_is_accepted(
-        self, engine: Engine, clock: VirtualClock
-    ) -> None:
+    async def test_a_pending_ack_is_accepted(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks", ack_deadline=10)
         await engine.publish("tasks", b"x")
         delivery = await take(engine)
-        clock._now += 100  # time.sleep(100) in a handler
+        clock._now += 100  # as if a handler called time.sleep(100)
         await delivery.ack()
         await clock.advance(1)
         stats = await engine.stats("tasks")
         assert (stats.acked_total, stats.depth) == (1, 0)
 
     @pytest.mark.parametrize("renewal", ["timer", "task", "task in a task"])
-    async def test_a_renewal_that_waited_runs_before_expiry(
+    async def test_a_pending_renewal_runs_before_the_expiry(
         self, engine: Engine, clock: VirtualClock, renewal: str
     ) -> None:
         await engine.create("tasks", ack_deadline=9)
@@ -257,7 +261,7 @@ class TestBlockedLoop:
         task = asyncio.create_task(renew()) if renewal != "timer" else None
         for _ in range(3):
             await asyncio.sleep(0)
-        clock._now += 1000  # another handler blocks the loop
+        clock._now += 1000  # as if another handler blocked the loop
         await clock.advance(5)
         assert await engine.consume("tasks") is None
         await delivery.ack()
@@ -266,7 +270,7 @@ class TestBlockedLoop:
         for timer in timers:
             timer.cancel()
 
-    async def test_without_a_renewal_the_lease_is_lost(
+    async def test_without_a_renewal_the_lease_expires(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
         await engine.create("tasks", ack_deadline=9)
@@ -277,7 +281,7 @@ class TestBlockedLoop:
         with pytest.raises(AckDeadlineExceeded):
             await delivery.ack()
 
-    async def test_a_queue_deleted_while_expiry_is_deferred(
+    async def test_deleting_a_queue_while_an_expiry_is_deferred_is_safe(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
         await engine.create("tasks", ack_deadline=1)
@@ -288,7 +292,7 @@ class TestBlockedLoop:
         await clock.advance(5)
         assert await engine.list() == []
 
-    async def test_what_expired_meanwhile_is_not_handed_out(
+    async def test_a_message_that_expired_meanwhile_is_not_delivered(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
         await engine.create("tasks")
@@ -303,7 +307,7 @@ class TestParkedConsumers:
     @pytest.mark.proves(
         "000-management-3", "000-metrics-3", "001-overview-8", "001-cycle-2", "002-hybrid-2"
     )
-    async def test_they_are_served_in_order_and_at_once(
+    async def test_parked_consumers_are_served_immediately_and_in_order(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
         await engine.create("tasks")
@@ -332,7 +336,7 @@ class TestParkedConsumers:
         assert clock.monotonic() - start == 5
         assert (await engine.stats("tasks")).consumers == 0
 
-    async def test_a_message_that_comes_with_the_timeout_is_taken(
+    async def test_a_message_that_arrives_at_the_timeout_is_delivered(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
         await engine.create("tasks")
@@ -347,7 +351,7 @@ class TestParkedConsumers:
         second = asyncio.create_task(take(engine, timeout=None))
         await asyncio.sleep(0)
         await engine.publish("tasks", b"1")
-        overtaker = await take(engine)  # before the woken one could run
+        overtaker = await take(engine)  # before the woken consumer can run
         assert overtaker.body == b"1"
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -355,35 +359,39 @@ class TestParkedConsumers:
         await engine.publish("tasks", b"3")
         assert [(await first).body, (await second).body] == [b"2", b"3"]
 
-    async def test_one_wake_up_is_passed_from_hand_to_hand(self, engine: Engine) -> None:
+    async def test_a_single_wake_up_is_passed_on_while_messages_are_ready(
+        self, engine: Engine
+    ) -> None:
         await engine.create("tasks")
         tasks = [asyncio.create_task(take(engine, timeout=None)) for _ in range(3)]
         await asyncio.sleep(0)
         actor = engine.catalogue.queue("tasks", "test")
-        for n in range(3):  # three messages appear with only one wake-up given
+        for n in range(3):  # three messages become ready with a single wake-up
             actor.state.put(0.0, str(n), b"x")
         actor.wake()
         assert {(await task).message_id for task in tasks} == {"0", "1", "2"}
 
     @pytest.mark.proves("004-actors-7")
     @pytest.mark.parametrize("others", [0, 1])
-    async def test_cancelled_with_the_wake_up_in_flight(self, engine: Engine, others: int) -> None:
-        """Fifty times: no message is lost, and no consumer waits while a message is ready."""
+    async def test_a_consume_cancelled_after_its_wake_up_loses_no_message(
+        self, engine: Engine, others: int
+    ) -> None:
+        """Run fifty rounds: no message is lost, and no consumer waits while a message is ready."""
         await engine.create("tasks")
         for n in range(50):
-            victim = asyncio.create_task(engine.consume("tasks", timeout=None))
+            cancelled = asyncio.create_task(engine.consume("tasks", timeout=None))
             await asyncio.sleep(0)
             rest = [asyncio.create_task(take(engine, timeout=None)) for _ in range(others)]
             await asyncio.sleep(0)
             await engine.publish("tasks", str(n).encode())
-            victim.cancel()  # its wake-up was given, it has not run yet
+            cancelled.cancel()  # it was woken and has not run yet
             with pytest.raises(asyncio.CancelledError):
-                await victim
+                await cancelled
             delivery = await rest[0] if rest else await take(engine)
             assert (delivery.body, delivery.retry_count) == (str(n).encode(), 0)
             await delivery.ack()
 
-    async def test_cancelled_waiters_leave_nothing_behind(self, engine: Engine) -> None:
+    async def test_cancelled_waits_leave_no_waiters(self, engine: Engine) -> None:
         await engine.create("tasks")
         for _ in range(100):
             task = asyncio.create_task(engine.consume("tasks", timeout=None))
@@ -393,7 +401,9 @@ class TestParkedConsumers:
         assert not engine.catalogue.queue("tasks", "test").waiters.waiters
 
     @pytest.mark.parametrize("how", ["delete", "close"])
-    async def test_they_are_let_go_when_the_queue_is(self, engine: Engine, how: str) -> None:
+    async def test_parked_consumers_raise_when_their_queue_is_deleted_or_closed(
+        self, engine: Engine, how: str
+    ) -> None:
         await engine.create("tasks")
         tasks = [asyncio.create_task(engine.consume("tasks", timeout=None)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -405,7 +415,9 @@ class TestParkedConsumers:
 
 class TestAdministration:
     @pytest.mark.proves("000-management-1", "000-structures-1", "004-actors-1")
-    async def test_create_is_idempotent_and_a_difference_is_named(self, engine: Engine) -> None:
+    async def test_create_is_idempotent_and_reports_a_different_option(
+        self, engine: Engine
+    ) -> None:
         await engine.create("tasks", max_depth=5)
         await engine.publish("tasks", b"x")
         await engine.create("tasks", max_depth=5)
@@ -414,7 +426,7 @@ class TestAdministration:
             await engine.create("tasks", max_depth=6)
 
     @pytest.mark.proves("004-actors-6", "004-dlq-3", "004-dlq-5")
-    async def test_a_dead_letter_queue_made_by_need_may_be_declared_after(
+    async def test_an_automatic_dead_letter_queue_can_be_declared_later(
         self, engine: Engine
     ) -> None:
         await engine.create("tasks")
@@ -426,7 +438,7 @@ class TestAdministration:
         assert delivery.headers["qkit-dead-channel"] == "tasks"
 
     @pytest.mark.proves("000-dead-4")
-    async def test_the_oldest_dead_letter_goes_when_there_are_too_many(
+    async def test_the_oldest_dead_letter_is_dropped_when_the_queue_is_full(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
         await engine.create("tasks", dead_letter_max_depth=2)
@@ -438,14 +450,16 @@ class TestAdministration:
         assert (await engine.stats("tasks_dlq")).dropped_total == 1
 
     @pytest.mark.proves("004-dlq-4")
-    async def test_a_dead_letter_fits_into_a_narrower_queue(self, engine: Engine) -> None:
+    async def test_a_dead_letter_queue_may_have_fewer_priorities(self, engine: Engine) -> None:
         await engine.create("tasks_dlq", dead_letter=False, max_priority=0)
         await engine.create("tasks")
         await engine.publish("tasks", b"x", 9)
         await (await take(engine)).nack(requeue=False)
         assert len(await engine.dead_letters("tasks")) == 1
 
-    async def test_a_retry_into_a_full_queue_keeps_the_rest(self, engine: Engine) -> None:
+    async def test_a_replay_into_a_full_queue_keeps_the_remaining_dead_letters(
+        self, engine: Engine
+    ) -> None:
         await engine.create("tasks", max_depth=2)
         for n in range(3):
             await engine.publish("tasks", str(n).encode())
@@ -472,7 +486,7 @@ class TestAdministration:
         "002-improvements-10",
         "004-actors-3",
     )
-    async def test_stats(self, engine: Engine, clock: VirtualClock) -> None:
+    async def test_stats_return_every_figure(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks")
         fresh = await engine.stats("tasks")
         assert (fresh.avg_wait_time_ms, fresh.oldest_message_age_secs) == (None, None)
@@ -492,12 +506,14 @@ class TestAdministration:
         assert stats.oldest_message_age_secs == 3
 
     @pytest.mark.proves("000-operations-5", "000-operations-6", "000-management-4")
-    async def test_peek_purge_remove_delete(self, engine: Engine, clock: VirtualClock) -> None:
+    async def test_messages_can_be_peeked_removed_and_purged_and_the_queue_deleted(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
         await engine.create("tasks")
         for n in range(4):
             await engine.publish("tasks", str(n).encode(), message_id=str(n))
         await engine.publish("tasks", b"later", delay=5, ttl=60, message_id="later")
-        await engine.publish("tasks", b"gone", ttl=1, message_id="gone")
+        await engine.publish("tasks", b"expired", ttl=1, message_id="expired")
         await clock.advance(1)
         envelopes = await engine.peek("tasks", 10)
         assert [item.id for item in envelopes] == ["0", "1", "2", "3", "later"]
@@ -515,11 +531,11 @@ class TestAdministration:
                 await call("tasks")
 
     @pytest.mark.parametrize("name", ["", "a b", "../x", "x" * 201])
-    async def test_names(self, engine: Engine, name: str) -> None:
+    async def test_invalid_names_are_rejected(self, engine: Engine, name: str) -> None:
         with pytest.raises(InvalidName):
             await engine.create(name)
 
-    async def test_the_longest_name_has_dead_letters_too(self, engine: Engine) -> None:
+    async def test_a_queue_with_the_longest_name_has_dead_letters(self, engine: Engine) -> None:
         name = "x" * 200
         await engine.create(name)
         await engine.publish(name, b"x")
@@ -539,13 +555,13 @@ class TestAdministration:
             {"dead_letter_max_depth": 0},
         ],
     )
-    async def test_options_that_cannot_work(self, engine: Engine, options) -> None:
+    async def test_invalid_options_are_rejected(self, engine: Engine, options) -> None:
         with pytest.raises(ConfigError):
             await engine.create("tasks", **options)
 
 
-class TestLife:
-    async def test_opened_once_and_closed_for_good(self, engine: Engine) -> None:
+class TestLifecycle:
+    async def test_an_engine_cannot_be_reopened(self, engine: Engine) -> None:
         assert engine.running
         with pytest.raises(LifecycleError):
             await engine.__aenter__()
@@ -556,11 +572,11 @@ class TestLife:
         with pytest.raises(LifecycleError, match="closed"):
             await engine.publish("tasks", b"x")
 
-    async def test_not_opened(self) -> None:
+    async def test_an_unopened_engine_rejects_calls(self) -> None:
         with pytest.raises(LifecycleError, match="async with"):
             await Engine().create("tasks")
 
-    async def test_what_is_not_awaited_is_for_its_own_loop(self, engine: Engine) -> None:
+    async def test_synchronous_methods_reject_another_loop(self, engine: Engine) -> None:
         async def declare() -> None:
             engine.catalogue.declare("tasks", {})
 
@@ -568,7 +584,7 @@ class TestLife:
             await asyncio.to_thread(asyncio.run, declare())
 
     @pytest.mark.proves("001-reaper-1")
-    async def test_close_leaves_no_timer(self, engine: Engine, clock: VirtualClock) -> None:
+    async def test_close_cancels_all_timers(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks")
         await engine.publish("tasks", b"x", delay=5)
         await engine.publish("tasks", b"y")
@@ -576,11 +592,13 @@ class TestLife:
         actor = engine.catalogue.queue("tasks", "test")
         await engine.aclose()
         assert actor._timer is None
-        await delivery.nack()  # harmless, and arms nothing
+        await delivery.nack()  # has no effect and starts no timer
         assert actor._timer is None
 
 
-async def test_a_full_dead_letter_queue_made_by_hand_drops_its_oldest(clock: VirtualClock) -> None:
+async def test_a_full_user_created_dead_letter_queue_drops_its_oldest_letter(
+    clock: VirtualClock,
+) -> None:
     async with Engine(clock=clock) as engine:
         await engine.create("orders_dlq", max_depth=1, dead_letter=False)
         await engine.create("orders")
@@ -588,13 +606,13 @@ async def test_a_full_dead_letter_queue_made_by_hand_drops_its_oldest(clock: Vir
             await engine.publish("orders", str(number).encode(), ttl=1)
         await clock.advance(2)
         assert [letter.body for letter in await engine.dead_letters("orders")] == [b"2"]
-        await engine.publish("orders", b"later", delay=0.5)  # the timer lives on
+        await engine.publish("orders", b"later", delay=0.5)  # the timer still works
         delivery = await engine.consume("orders", timeout=5)
         assert delivery is not None
         assert delivery.body == b"later"
 
 
-async def test_a_topic_cannot_keep_dead_letters(clock: VirtualClock) -> None:
+async def test_a_topic_cannot_be_a_dead_letter_queue(clock: VirtualClock) -> None:
     async with Engine(clock=clock) as engine:
         await engine.create("orders_dlq", broadcast=True)
         with pytest.raises(ConfigError, match="topic"):

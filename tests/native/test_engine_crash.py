@@ -1,7 +1,7 @@
-"""The engine is stopped in every way: killed at random, after each call to the disk, powerless.
+"""Recovery of an engine after kills at random times, kills at each disk call, and power losses.
 
-What was told before and after each act is kept outside the engine (``tests.support.books``).
-Seeds are printed.
+The tests record each action before and after it, outside the engine
+(``tests.support.crash_model``). Random tests print their seed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from qkit.native.log.disk import Disk
 from qkit.native.log.segment import name_of
 from qkit.native.storage.storage import Storage
 from qkit.testing import VirtualClock
-from tests.support.books import Books
+from tests.support.crash_model import CrashModel
 from tests.support.disk import Call, Mode, SimulatedDisk
 from tests.support.engines import Seen, open_engine, view
-from tests.support.history import live, prepare
+from tests.support.workload import prepare, run_workload
 
 SEED = int(os.environ.get("QKIT_TEST_SEED", "20240501"))
 MODES: tuple[Mode, ...] = ("none", "prefix", "subset", "subset", "subset")
@@ -40,7 +40,7 @@ MODES: tuple[Mode, ...] = ("none", "prefix", "subset", "subset", "subset")
 async def history(
     random: Random, clock: VirtualClock, steps: int, *, disk: SimulatedDisk | None = None
 ) -> SimulatedDisk:
-    """A disk with a life behind it; what was told stands in its journal, between the calls."""
+    """Run a random history; return its disk, whose journal records actions and disk calls."""
     disk = SimulatedDisk() if disk is None else disk
     disk.note("open")
     engine = await open_engine(
@@ -50,20 +50,20 @@ async def history(
         memory_limit=random.choice((0, 500, 1 << 20)),
     )
     await prepare(engine)
-    await live(engine, random, disk.note, f"{random.randrange(1 << 40):x}", steps)
+    await run_workload(engine, random, disk.note, f"{random.randrange(1 << 40):x}", steps)
     disk.note("close")
     await engine.aclose()
     return disk
 
 
-def told(calls: list[Call], books: Books) -> Books:
+def record(calls: list[Call], model: CrashModel) -> CrashModel:
     for call in calls:
         if call.kind == "note":
             if isinstance(call.note, str):
-                books.restart()
+                model.restart()
             else:
-                books.tell(cast("tuple[Any, ...]", call.note))
-    return books
+                model.record(cast("tuple[Any, ...]", call.note))
+    return model
 
 
 async def recovered(disk: SimulatedDisk, clock: VirtualClock, random: Random) -> list[Any]:
@@ -74,8 +74,11 @@ async def recovered(disk: SimulatedDisk, clock: VirtualClock, random: Random) ->
     return found
 
 
-def instants(disk: SimulatedDisk) -> Iterator[int]:
-    """Right before each call, when the most has been confirmed, and at the end."""
+def kill_points(disk: SimulatedDisk) -> Iterator[int]:
+    """Yield the journal index of each disk call, and the end of the journal.
+
+    Just before a disk call, all confirmations that depend on earlier calls have arrived.
+    """
     for when, call in enumerate(disk.journal):
         if call.kind != "note":
             yield when
@@ -84,18 +87,18 @@ def instants(disk: SimulatedDisk) -> Iterator[int]:
 
 async def kill_everywhere(random: Random, clock: VirtualClock, steps: int) -> tuple[int, int]:
     disk = await history(random, clock, steps)
-    books, before, count = Books(), 0, 0
-    for when in instants(disk):
-        told(disk.journal[before:when], books)
+    model, before, count = CrashModel(), 0, 0
+    for when in kill_points(disk):
+        record(disk.journal[before:when], model)
         before = when
         found = await recovered(disk.kill(when), clock, random)
-        books.check(found)
+        model.check(found)
         count += 1
-    return count, books.confirmed
+    return count, model.confirmed
 
 
 @pytest.mark.proves("002-log-3", "002-compaction-3", "002-testing-12", "002-summary-5")
-async def test_killed_after_every_single_call_to_the_disk(clock):
+async def test_a_kill_after_any_disk_call_loses_no_confirmed_action(clock):
     print("seed", SEED)
     random = Random(SEED)
     counts = [await kill_everywhere(random, clock, 12) for _ in range(2)]
@@ -105,37 +108,37 @@ async def test_killed_after_every_single_call_to_the_disk(clock):
 
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
-async def test_killed_after_every_single_call_to_the_disk_of_many_lives(clock):
+async def test_a_kill_after_any_disk_call_loses_no_confirmed_action_in_many_histories(clock):
     print("seed", SEED + 1)
     random = Random(SEED + 1)
     counts = [await kill_everywhere(random, clock, 40) for _ in range(20)]
     print(f"{sum(count for count, _ in counts)} kills, {counts}")
 
 
-async def test_killed_again_and_again_in_one_directory(clock):
-    """Each round goes on where the last was killed, also in the middle of its recovery."""
+async def test_repeated_kills_in_one_directory_lose_no_confirmed_action(clock):
+    """Each round continues with the files of the previous one; recoveries are killed too."""
     print("seed", SEED)
     random = Random(SEED)
-    books, files, total = Books(), dict[str, bytes](), 0
+    model, files, total = CrashModel(), dict[str, bytes](), 0
     for _ in range(20):
         disk = await history(random, clock, 6, disk=SimulatedDisk(files))
         when = random.randint(0, len(disk.journal))
-        told(disk.journal[:when], books)
-        books.restart()
+        record(disk.journal[:when], model)
+        model.restart()
         killed = disk.kill(when)
-        again = await history_of_recovery(killed, clock, random)
+        again = await kill_during_recovery(killed, clock, random)
         found = await recovered(again, clock, random)
-        books.check(found)
-        books.restart(found)
+        model.check(found)
+        model.restart(found)
         files = again.files()
         total += len(found)
-    print(f"{books.confirmed} confirmations, {total} messages found")
+    print(f"{model.confirmed} confirmations, {total} messages found")
 
 
-async def history_of_recovery(
+async def kill_during_recovery(
     disk: SimulatedDisk, clock: VirtualClock, random: Random
 ) -> SimulatedDisk:
-    """A disk whose recovery was killed as well."""
+    """Run recovery on a copy of the disk; return its state after a kill at a random disk call."""
     start = SimulatedDisk(disk.files())
     await recovered(start, clock, random)
     return start.kill(random.randint(0, len(start.journal)))
@@ -144,21 +147,21 @@ async def history_of_recovery(
 async def lose_power(clock: VirtualClock, seed: int, states: int) -> None:
     print("seed", seed)
     random = Random(seed)
-    done = lives = 0
+    done = histories = 0
     while done < states:
-        lives += 1
+        histories += 1
         disk = await history(random, clock, random.choice((6, 15)))
         for _ in range(min(100, states - done)):
             when = random.randint(0, len(disk.journal))
-            books = told(disk.journal[:when], Books())
+            model = record(disk.journal[:when], CrashModel())
             mode = random.choice(MODES)
             after = disk.lose_power(when, random, mode)
-            books.check(await recovered(after, clock, random), power_lost=True)
-            # The power may go again while it recovers.
+            model.check(await recovered(after, clock, random), power_lost=True)
+            # The power may fail again during recovery.
             again = after.lose_power(random.randint(0, len(after.journal)), random, mode)
-            books.check(await recovered(again, clock, random), power_lost=True)
+            model.check(await recovered(again, clock, random), power_lost=True)
             done += 1
-    print(f"{done} states of {lives} lives")
+    print(f"{done} states of {histories} histories")
 
 
 @pytest.mark.proves(
@@ -169,27 +172,27 @@ async def lose_power(clock: VirtualClock, seed: int, states: int) -> None:
     "002-pitfalls-1",
     "002-summary-5",
 )
-async def test_power_loss_loses_no_confirmed_send(clock):
+async def test_a_power_loss_loses_no_confirmed_send(clock):
     await lose_power(clock, SEED, 1000)
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
-async def test_power_loss_loses_no_confirmed_send_in_10_000_states(clock):
+async def test_a_power_loss_loses_no_confirmed_send_in_10_000_states(clock):
     await lose_power(clock, SEED + 1, 10_000)
 
 
-async def test_a_message_that_died_survives_the_loss_of_its_letter_queues_declaration(clock):
+async def test_a_dead_message_survives_the_loss_of_its_dead_letter_queues_declaration(clock):
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock)
     await engine.create("orders")
     await engine.publish("orders", b"precious", message_id="1", ttl=1)
-    stored = len(disk.files()[name_of(1)])  # and synced
+    stored = len(disk.files()[name_of(1)])  # all of it is synced
     await clock.advance(2)
     data = bytearray(disk.files()[name_of(1)])
     await engine.aclose()
 
-    # Neither the declaration of orders_dlq nor the burial is synced; a sector of the first is lost.
+    # Neither the declaration of orders_dlq nor the dead letter is synced. Damage the declaration.
     data[data.index(b"orders_dlq", stored)] = 0
     engine = await open_engine(SimulatedDisk({name_of(1): bytes(data)}), clock)
     found = await view(engine)
@@ -197,7 +200,7 @@ async def test_a_message_that_died_survives_the_loss_of_its_letter_queues_declar
     assert [item.id for item in found] == ["1"]
 
 
-async def test_compaction_keeps_a_message_whose_letter_is_not_on_the_disk_yet(clock):
+async def test_compaction_keeps_a_message_until_its_dead_letter_is_synced(clock):
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock, segment_bytes=600)
     await engine.create("orders")
@@ -219,29 +222,29 @@ async def test_compaction_keeps_a_message_whose_letter_is_not_on_the_disk_yet(cl
 
 
 class GatedDisk(Disk):
-    """A disk that can be told to wait when a certain segment has been begun."""
+    """A disk that blocks at a gate after it has created a given segment."""
 
     def __init__(self, path: Path, segment: int) -> None:
         super().__init__(path)
         self.gate = threading.Event()
         self.waiting = threading.Event()
         self._name = name_of(segment)
-        self._begun = False
+        self._created = False
 
     def rename(self, old: str, new: str) -> None:
         super().rename(old, new)
-        self._begun = new == self._name
+        self._created = new == self._name
 
     def sync_directory(self) -> None:
         super().sync_directory()
-        if self._begun:
-            self._begun = False
+        if self._created:
+            self._created = False
             self.waiting.set()
             assert self.gate.wait(60)
 
 
-async def test_compaction_waits_for_the_answers_of_a_segment_that_was_just_completed(tmp_path):
-    """The writer's thread ends a segment before the loop has heard what is in it."""
+async def test_compaction_waits_until_a_sealed_segment_is_indexed(tmp_path):
+    """The writer thread seals a segment before the loop has indexed its messages."""
     disk = GatedDisk(tmp_path / "data", 3)
     engine = Engine()
     await engine.attach(Storage(disk, clock=engine.clock, segment_bytes=1_000))
@@ -251,11 +254,11 @@ async def test_compaction_waits_for_the_answers_of_a_segment_that_was_just_compl
         *(engine.publish("orders", bytes(200), message_id=str(number)) for number in range(8))
     )
     await asyncio.to_thread(disk.waiting.wait, 10)
-    tidy = asyncio.ensure_future(engine.storage.maintain(rotate=False))
-    await asyncio.sleep(0.1)  # it looks at the segments meanwhile
+    maintenance = asyncio.ensure_future(engine.storage.maintain(rotate=False))
+    await asyncio.sleep(0.1)  # maintenance lists the segments meanwhile
     disk.gate.set()
     await sends
-    await tidy
+    await maintenance
     await asyncio.to_thread(shutil.copytree, tmp_path / "data", tmp_path / "killed")
     await engine.aclose()
 
@@ -269,7 +272,7 @@ async def test_compaction_waits_for_the_answers_of_a_segment_that_was_just_compl
 
 
 class Crasher:
-    """The parent's end of ``tests.support.engine_crasher``; the pipe is always being read."""
+    """A process of ``tests.support.engine_crasher``, and a thread that reads its output."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -289,22 +292,22 @@ class Crasher:
         for line in self._process.stdout:
             self._lines.put(line)
 
-    def round(self, order: str, patience: float) -> list[list[Any]]:
-        """Let a child live for ``patience`` seconds from its first line on; what it told."""
+    def round(self, arguments: str, seconds: float) -> list[list[Any]]:
+        """Kill a child ``seconds`` after its first line; return the actions it reported."""
         assert self._process.stdin is not None
-        self._process.stdin.write(order.encode() + b"\n")
+        self._process.stdin.write(arguments.encode() + b"\n")
         self._process.stdin.flush()
         lines: list[list[Any]] = []
         pid = 0
-        while not pid or not lines:  # the pid may come behind the first lines of the child
+        while not pid or not lines:  # the child's first lines may precede its pid
             line = json.loads(self._lines.get(timeout=60))
             if line[0] == "pid":
                 pid = line[1]
-                if patience < 0.02:
-                    break  # it may not even have opened the directory
+                if seconds < 0.02:
+                    break  # kill the child even if it has not opened the directory yet
             else:
                 lines.append(line)
-        time.sleep(patience)
+        time.sleep(seconds)
         os.kill(pid, signal.SIGKILL)
         while (line := json.loads(self._lines.get(timeout=60))) != ["dead"]:
             lines.append(line)
@@ -319,7 +322,7 @@ class Crasher:
         self._process.stdout.close()
 
 
-async def seen(path: Path, random: Random) -> list[Seen]:
+async def recovered_messages(path: Path, random: Random) -> list[Seen]:
     engine = await open_engine(path, memory_limit=random.choice((0, 1000, 1 << 20)))
     assert all(item.kind == "torn" for item in engine.storage.damage)
     found = await view(engine)
@@ -331,23 +334,23 @@ def kill_rounds(tmp_path: Path, seed: int, rounds: int) -> None:
     print("seed", seed)
     random = Random(seed)
     crasher = Crasher()
-    books, total = Books(), 0
+    model, total = CrashModel(), 0
     for round in range(rounds):
         path = tmp_path / f"engine-{round // 5}"
         if round and round % 5 == 0:
-            total += books.confirmed
-            books = Books()
+            total += model.confirmed
+            model = CrashModel()
             shutil.rmtree(tmp_path / f"engine-{round // 5 - 1}")
         fsync = random.choice(("always", "always", "interval", "never"))
         size, limit = random.choice((2000, 20_000, 1 << 20)), random.choice((0, 2000, 1 << 20))
-        order = f"{path} {random.randrange(1 << 40)} {size} {limit} {fsync}"
-        for line in crasher.round(order, random.uniform(0.005, 0.15)):
-            books.tell(line)
-        found = asyncio.run(seen(path, random))
-        books.check(found)
-        books.restart(found)
+        arguments = f"{path} {random.randrange(1 << 40)} {size} {limit} {fsync}"
+        for line in crasher.round(arguments, random.uniform(0.005, 0.15)):
+            model.record(line)
+        found = asyncio.run(recovered_messages(path, random))
+        model.check(found)
+        model.restart(found)
     crasher.close()
-    total += books.confirmed
+    total += model.confirmed
     print(f"{rounds} rounds, {total} confirmations checked")
     assert total > rounds
 
@@ -369,13 +372,13 @@ def kill_rounds(tmp_path: Path, seed: int, rounds: int) -> None:
     "002-summary-2",
     "002-summary-5",
 )
-def test_kill_9_at_random_instants_loses_nothing_confirmed(tmp_path):
+def test_kill_9_at_random_times_loses_no_confirmed_action(tmp_path):
     kill_rounds(tmp_path, SEED, 25)
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
-def test_kill_9_at_random_instants_500_times(tmp_path):
+def test_kill_9_at_random_times_loses_no_confirmed_action_in_500_rounds(tmp_path):
     kill_rounds(tmp_path, SEED + 1, 500)
 
 
@@ -385,8 +388,8 @@ CALLS = "pwrite64,fdatasync,fsync,rename,renameat,renameat2,unlink,unlinkat,ftru
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-def test_kill_9_at_every_call_to_the_disk_of_a_real_process(tmp_path):
-    """As on the simulated disk, with the calls that a real one gets; the lives are not equal."""
+def test_kill_9_at_every_disk_call_of_a_real_process_loses_no_confirmed_action(tmp_path):
+    """Kill run N at its Nth disk call, until a run completes. Each run has its own history."""
     print("seed", SEED)
     random = Random(SEED)
     environment = {
@@ -412,11 +415,11 @@ def test_kill_9_at_every_call_to_the_disk_of_a_real_process(tmp_path):
             timeout=60,
             check=False,
         )
-        books = Books()
+        model = CrashModel()
         for line in result.stdout.splitlines():
-            books.tell(json.loads(line))
-        books.check(asyncio.run(seen(path, random)))
-        confirmed += books.confirmed
+            model.record(json.loads(line))
+        model.check(asyncio.run(recovered_messages(path, random)))
+        confirmed += model.confirmed
         shutil.rmtree(path)
         if result.returncode == 0:
             break

@@ -1,4 +1,4 @@
-"""An engine's files, cut at every byte and with a bit flipped in every byte. Seeds are printed."""
+"""Recovery of an engine from truncated files and flipped bits. Random tests print their seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qkit.native import Engine
 from qkit.native.log.record import Declare, decode
 from qkit.native.log.segment import FRAME_SIZE, HEADER_SIZE, name_of, read_header, scan
 from qkit.testing import VirtualClock
-from tests.support.books import body_of
+from tests.support.crash_model import body_of
 from tests.support.disk import SimulatedDisk
 from tests.support.engines import Seen, open_engine, view
 
@@ -23,8 +23,8 @@ SEED = int(os.environ.get("QKIT_TEST_SEED", "20240501"))
 BIG = 1 << 20
 
 
-async def acts(engine: Engine) -> AsyncIterator[None]:
-    """A short history, with a stop after each act."""
+async def actions(engine: Engine) -> AsyncIterator[None]:
+    """Run a short history; yield after each action."""
 
     async def publish(queue: str, id: str, **options: float) -> None:
         await engine.publish(queue, body_of(id)[:40], message_id=id, **options)  # type: ignore[arg-type]
@@ -62,21 +62,21 @@ async def acts(engine: Engine) -> AsyncIterator[None]:
     yield
     await delivery.ack()
     yield
-    assert await engine.consume("orders")  # 3, for the last time
+    assert await engine.consume("orders")  # the last allowed delivery of message 3
     yield
     await publish("orders", "7")
     yield
 
 
 class Stage(NamedTuple):
-    """How far the log was after an act, and what an engine killed there would come back with."""
+    """End of the log after an action, and the messages recovered after a kill at that point."""
 
     segment: int
     size: int
     found: list[Seen]
 
 
-async def seen(files: dict[str, bytes], clock: VirtualClock, **options: bool) -> list[Seen]:
+async def recovered(files: dict[str, bytes], clock: VirtualClock, **options: bool) -> list[Seen]:
     engine = await open_engine(SimulatedDisk(files), clock, **options)
     try:
         return await view(engine)
@@ -84,13 +84,13 @@ async def seen(files: dict[str, bytes], clock: VirtualClock, **options: bool) ->
         await engine.aclose()
 
 
-async def story(
-    clock: VirtualClock, *, segment_bytes: int = BIG, close: bool = False, tidy: bool = False
+async def run_history(
+    clock: VirtualClock, *, segment_bytes: int = BIG, close: bool = False, maintain: bool = False
 ) -> tuple[dict[str, bytes], list[Stage]]:
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock, segment_bytes=segment_bytes)
-    stops = [disk.files() async for _ in acts(engine)]
-    if tidy:
+    stops = [disk.files() async for _ in actions(engine)]
+    if maintain:
         await engine.storage.maintain()
         await engine.publish("orders", body_of("8")[:40], message_id="8")
     files = disk.files()
@@ -98,7 +98,7 @@ async def story(
     stages: list[Stage] = []
     for stop in stops:
         last = segments(stop)[-1]
-        stages.append(Stage(int(last[:8]), len(stop[last]), await seen(stop, clock)))
+        stages.append(Stage(int(last[:8]), len(stop[last]), await recovered(stop, clock)))
     return (disk.files() if close else files), stages
 
 
@@ -106,25 +106,25 @@ def segments(files: dict[str, bytes]) -> list[str]:
     return sorted(name for name in files if name.endswith(".seg"))
 
 
-# Cut
+# Truncation
 
 
 @pytest.mark.proves("002-pitfalls-2")
 @pytest.mark.parametrize("segment_bytes", [BIG, 700], ids=["one-segment", "several"])
-async def test_cut_at_every_byte_it_opens_with_the_exact_prefix_of_its_history(
+async def test_an_engine_cut_at_any_byte_recovers_the_exact_prefix_of_its_history(
     clock, segment_bytes
 ):
-    files, stages = await story(clock, segment_bytes=segment_bytes)
+    files, stages = await run_history(clock, segment_bytes=segment_bytes)
     last = segments(files)[-1]
     number = int(last[:8])
     for cut in range(len(files[last]) + 1):
-        found = await seen({**files, last: files[last][:cut]}, clock)
+        found = await recovered({**files, last: files[last][:cut]}, clock)
         reached = [stage.found for stage in stages if (stage.segment, stage.size) <= (number, cut)]
         assert found == (reached[-1] if reached else []), cut
 
 
-async def test_a_cut_in_an_older_segment_is_never_taken_silently(clock):
-    files, stages = await story(clock, segment_bytes=700)
+async def test_a_cut_in_an_older_segment_raises(clock):
+    files, stages = await run_history(clock, segment_bytes=700)
     names = segments(files)
     assert len(names) >= 3
     sent = {item.id for stage in stages for item in stage.found}
@@ -132,13 +132,13 @@ async def test_a_cut_in_an_older_segment_is_never_taken_silently(clock):
         for cut in range(0, len(files[name]), 7):
             damaged = {**files, name: files[name][:cut]}
             with pytest.raises(LogDamaged, match=f"segment {int(name[:8])}"):
-                await seen(damaged, clock)
-            found = await seen(damaged, clock, repair=True)
+                await recovered(damaged, clock)
+            found = await recovered(damaged, clock, repair=True)
             assert {item.id for item in found} <= sent
             assert all(item.body == body_of(item.id)[:40] for item in found)
 
 
-# Flip
+# Flipped bits
 
 
 def flips(data: bytes, random: Random) -> Iterator[tuple[int, bytes]]:
@@ -149,7 +149,7 @@ def flips(data: bytes, random: Random) -> Iterator[tuple[int, bytes]]:
 
 
 def declarations(data: bytes) -> list[range]:
-    """Where a segment declares queues."""
+    """Return the byte ranges of the DECLARE records of a segment."""
     header, _ = read_header(data, 1)
     assert header is not None
     found: list[range] = []
@@ -164,8 +164,8 @@ def declarations(data: bytes) -> list[range]:
 Found = dict[tuple[str, str | None, str], bool]
 
 
-def places(found: list[Seen]) -> Found:
-    assert all(item.body == body_of(item.id)[:40] for item in found), "a wrong payload"
+def states(found: list[Seen]) -> Found:
+    assert all(item.body == body_of(item.id)[:40] for item in found), "wrong payload"
     assert len({(item.queue, item.group, item.id) for item in found}) == len(found)
     return {(item.queue, item.group, item.id): item.dead for item in found}
 
@@ -175,13 +175,13 @@ async def outcome(
 ) -> tuple[Found, list[Damage]]:
     engine = await open_engine(SimulatedDisk(files), clock, repair=repair)
     try:
-        return places(await view(engine)), engine.storage.damage
+        return states(await view(engine)), engine.storage.damage
     finally:
         await engine.aclose()
 
 
-async def refusal(files: dict[str, bytes], clock: VirtualClock) -> list[Damage]:
-    """What opening without a repair complains of."""
+async def reported_damage(files: dict[str, bytes], clock: VirtualClock) -> list[Damage]:
+    """Return the damage that is reported when the log is opened without a repair."""
     try:
         await outcome(files, clock)
     except LogDamaged as error:
@@ -196,51 +196,50 @@ async def refusal(files: dict[str, bytes], clock: VirtualClock) -> list[Damage]:
         pytest.param(False, id="killed", marks=pytest.mark.torture),
     ],
 )
-async def test_a_flipped_bit_is_reported_and_never_a_wrong_payload(clock, close):
+async def test_a_flipped_bit_is_reported_and_never_yields_a_wrong_payload(clock, close):
     print("seed", SEED)
-    files, stages = await story(clock, close=close)
+    files, stages = await run_history(clock, close=close)
     data = files[name_of(1)]
-    whole = (await outcome(files, clock))[0]
-    sent = {key for stage in stages for key in places(stage.found)}
+    intact = (await outcome(files, clock))[0]
+    sent = {key for stage in stages for key in states(stage.found)}
     declared = declarations(data)
     for at, flipped in flips(data, Random(SEED)):
         damaged = {**files, name_of(1): flipped}
-        refused = await refusal(damaged, clock)
-        if refused:
-            assert any(item.offset <= at < item.offset + item.length for item in refused)
-        found, damage = await outcome(damaged, clock, repair=bool(refused))
-        # Without a repair it opens only where a power loss could have done this.
-        assert refused or not close or found == whole
+        reported = await reported_damage(damaged, clock)
+        if reported:
+            assert any(item.offset <= at < item.offset + item.length for item in reported)
+        found, damage = await outcome(damaged, clock, repair=bool(reported))
+        # After a clean close, the log opens without a repair only if no message is lost.
+        assert reported or not close or found == intact
         assert damage, at
         assert {key[2] for key in found} <= {key[2] for key in sent}
         if not any(at in place for place in declared):
-            # At most one record is gone: a message (for every group of a topic), or what became
-            # of one.
-            assert len({key[2] for key in whole.keys() - found.keys()}) <= 1, at
+            # At most one record is lost: a message (in all groups of a topic) or a change to one.
+            assert len({key[2] for key in intact.keys() - found.keys()}) <= 1, at
 
 
 async def test_a_repair_keeps_the_messages_of_a_queue_whose_declaration_is_damaged(clock):
-    files, _ = await story(clock, close=True)
+    files, _ = await run_history(clock, close=True)
     data = bytearray(files[name_of(1)])
     data[data.index(b"orders")] ^= 1
     damaged = {**files, name_of(1): bytes(data)}
     with pytest.raises(LogDamaged):
-        await seen(damaged, clock)
-    whole, found = await seen(files, clock), await seen(damaged, clock, repair=True)
-    alive = {item.id for item in whole if not item.dead}
+        await recovered(damaged, clock)
+    intact, found = await recovered(files, clock), await recovered(damaged, clock, repair=True)
+    alive = {item.id for item in intact if not item.dead}
     assert alive
-    assert alive <= {item.id for item in found}  # under a new name
+    assert alive <= {item.id for item in found}  # in a queue with a new name
 
 
 # Snapshots
 
 
-async def test_a_snapshot_that_is_cut_or_flipped_is_passed_over(clock):
+async def test_a_damaged_snapshot_is_ignored(clock):
     print("seed", SEED)
-    files, _ = await story(clock, segment_bytes=700, tidy=True)
+    files, _ = await run_history(clock, segment_bytes=700, maintain=True)
     (name,) = [name for name in files if name.endswith(".snap")]
-    whole = await seen(files, clock)
-    assert len(whole) > 4
+    intact = await recovered(files, clock)
+    assert len(intact) > 4
     data = files[name]
     bad = [data[:cut] for cut in range(0, len(data), 7)]
     bad += [flipped for _, flipped in flips(data, Random(SEED))]
@@ -248,12 +247,12 @@ async def test_a_snapshot_that_is_cut_or_flipped_is_passed_over(clock):
         engine = await open_engine(SimulatedDisk({**files, name: other}), clock)
         found, damage = await view(engine), engine.storage.damage
         await engine.aclose()
-        assert found == whole
+        assert found == intact
         assert [item.kind for item in damage] == ["snapshot"]
 
 
 async def drain(engine: Engine) -> dict[str, bytes]:
-    """Every message that can be handed out, dead letters too."""
+    """Consume all messages, including dead letters; return their bodies by message id."""
     found: dict[str, bytes] = {}
     for name in await engine.list():
         for group in ("a", "b") if name == "news" else (None,):
@@ -263,15 +262,15 @@ async def drain(engine: Engine) -> dict[str, bytes]:
 
 
 @pytest.mark.proves("002-index-6")
-async def test_damage_in_what_a_snapshot_covers_is_found_when_it_is_read(clock, caplog):
-    """A snapshot spares the reading of older segments, so what is damaged there shows later."""
+async def test_damage_in_segments_that_a_snapshot_covers_is_found_when_they_are_read(clock, caplog):
+    """Opening does not read segments that a snapshot covers, so damage there is found later."""
     print("seed", SEED)
     caplog.set_level(logging.ERROR, "qkit")
-    files, _ = await story(clock, segment_bytes=700, tidy=True)
+    files, _ = await run_history(clock, segment_bytes=700, maintain=True)
     (snapshot,) = [name for name in files if name.endswith(".snap")]
     covered = [name for name in segments(files) if int(name[:8]) <= int(snapshot[:8])]
     engine = await open_engine(SimulatedDisk(files), clock)
-    whole = await drain(engine)
+    intact = await drain(engine)
     await engine.aclose()
     random = Random(SEED)
     missing = 0
@@ -289,16 +288,16 @@ async def test_damage_in_what_a_snapshot_covers_is_found_when_it_is_read(clock, 
             found = await drain(engine)
             await engine.aclose()
             assert all(body == body_of(id)[:40] for id, body in found.items())
-            if whole.keys() - found.keys():
+            if intact.keys() - found.keys():
                 missing += 1
                 assert damage or "cannot be read" in caplog.text, (name, len(other))
     assert missing
 
 
 @pytest.mark.parametrize("left", [b"", bytes(HEADER_SIZE)], ids=["empty", "no-header"])
-async def test_a_segment_that_a_snapshot_covers_is_not_lost_silently(clock, caplog, left):
-    files, _ = await story(clock, segment_bytes=700, tidy=True)
-    whole = await seen(files, clock)
+async def test_an_emptied_segment_that_a_snapshot_covers_is_reported(clock, caplog, left):
+    files, _ = await run_history(clock, segment_bytes=700, maintain=True)
+    intact = await recovered(files, clock)
     files[name_of(1)] = left + files[name_of(1)][len(left) :] if left else b""
     caplog.clear()
     try:
@@ -307,4 +306,4 @@ async def test_a_segment_that_a_snapshot_covers_is_not_lost_silently(clock, capl
         return
     found, damage = await view(engine), engine.storage.damage
     await engine.aclose()
-    assert len(found) == len(whole) or damage or caplog.text
+    assert len(found) == len(intact) or damage or caplog.text

@@ -1,4 +1,4 @@
-"""A disk that fails a sync, or is full for a while, under an engine and under a service on it."""
+"""Engines and services on a disk that fails to sync or is temporarily full."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.services import make_service, until
 SEED = int(os.environ.get("QKIT_TEST_SEED", "20240501"))
 
 
-def broken(code: int = errno.EIO) -> OSError:
+def disk_error(code: int = errno.EIO) -> OSError:
     return OSError(code, os.strerror(code))
 
 
@@ -40,21 +40,21 @@ async def filled(disk: SimulatedDisk, clock: VirtualClock, **options: Any) -> En
     return engine
 
 
-# A sync fails
+# Failed syncs
 
 
-async def test_everyone_who_waits_for_a_failed_sync_is_told_and_nothing_is_taken_any_more(clock):
+async def test_a_failed_sync_fails_all_waiting_calls_and_makes_the_engine_read_only(clock):
     disk = SimulatedDisk()
     engine = await filled(disk, clock)
     held = await engine.consume("orders")
     assert held is not None
-    syncs, disk.fail["sync"] = disk.syncs, broken()
+    syncs, disk.fail["sync"] = disk.syncs, disk_error()
 
-    answers = await asyncio.gather(
+    results = await asyncio.gather(
         *(engine.publish("orders", b"new", message_id=f"new-{n}") for n in range(5)),
         return_exceptions=True,
     )
-    assert all(isinstance(answer, ReadOnly) for answer in answers)
+    assert all(isinstance(result, ReadOnly) for result in results)
     assert disk.syncs == syncs + 1
 
     for _ in range(3):
@@ -69,7 +69,7 @@ async def test_everyone_who_waits_for_a_failed_sync_is_told_and_nothing_is_taken
                 await work
     with pytest.raises(ReadOnly):
         await held.ack()
-    # Looking is still allowed.
+    # Inspection still works.
     assert (await engine.stats("orders")).queue == "orders"
     assert [item.id for item in await engine.peek("orders", 10)][:2] == ["1", "2"]
     await clock.advance(3600)
@@ -84,15 +84,15 @@ async def test_everyone_who_waits_for_a_failed_sync_is_told_and_nothing_is_taken
 
 
 @pytest.mark.parametrize("mode", ["none", "prefix", "subset", "all"])
-async def test_what_was_confirmed_before_survives_a_failed_sync_and_then_the_power(clock, mode):
+async def test_confirmed_messages_survive_a_failed_sync_followed_by_a_power_loss(clock, mode):
     print("seed", SEED)
     random = Random(SEED)
     for number in range(20):
         disk = SimulatedDisk()
         engine = await filled(disk, clock, segment_bytes=random.choice((300, 1 << 20)))
-        disk.fail["sync"] = broken()
+        disk.fail["sync"] = disk_error()
         if number % 2:
-            disk.fail["truncate"] = broken()
+            disk.fail["truncate"] = disk_error()
         with pytest.raises(ReadOnly):
             await engine.publish("orders", b"in doubt", message_id="x")
         await engine.aclose()
@@ -101,14 +101,14 @@ async def test_what_was_confirmed_before_survives_a_failed_sync_and_then_the_pow
         found = {item.id for item in await view(engine)}
         await engine.aclose()
         assert {"0", "1", "2", "3"} <= found <= {"0", "1", "2", "3", "x"}
-        # Whoever has seen it keeps it.
+        # Messages that were recovered once survive the next power loss.
         again = await open_engine(after.lose_power(len(after.journal), random, "none"), clock)
         assert {item.id for item in await view(again)} == found
         await again.aclose()
 
 
-async def test_a_failed_sync_of_settlements_alone_is_told_to_the_next(tmp_path):
-    """They are not waited for; a thread syncs them after the interval."""
+async def test_a_failed_background_sync_is_raised_by_the_next_call(tmp_path):
+    """Callers do not wait until acks are synced; a thread syncs them after the interval."""
 
     class Failing(Disk):
         fail = False
@@ -117,7 +117,7 @@ async def test_a_failed_sync_of_settlements_alone_is_told_to_the_next(tmp_path):
         def sync(self, fd: int) -> None:
             self.syncs += 1
             if self.fail:
-                raise broken()
+                raise disk_error()
             super().sync(fd)
 
     disk = Failing(tmp_path)
@@ -144,10 +144,10 @@ async def test_a_failed_sync_of_settlements_alone_is_told_to_the_next(tmp_path):
         assert "2" in {item.id for item in await view(engine)}
 
 
-async def broken_service(
+async def service_on_failed_disk(
     clock: VirtualClock, handled: list[int]
 ) -> tuple[QueueService, Engine, SimulatedDisk]:
-    """A service that handled 1, has 2 for later, and whose disk then failed."""
+    """Return a service that handled message 1 and scheduled message 2 before its disk failed."""
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock)
 
@@ -162,15 +162,15 @@ async def broken_service(
     await clock.advance(1)
     assert handled == [1]
     assert service.ready
-    disk.fail["sync"] = broken()
+    disk.fail["sync"] = disk_error()
     with pytest.raises(StorageError):
         await service.send("jobs", 3)
     return service, engine, disk
 
 
-async def test_a_service_on_a_broken_disk_sends_nothing_and_does_not_spin(clock):
+async def test_a_service_on_a_failed_disk_raises_on_send_and_does_not_spin(clock):
     handled: list[int] = []
-    service, engine, disk = await broken_service(clock, handled)
+    service, engine, disk = await service_on_failed_disk(clock, handled)
     calls, syncs = 0, disk.syncs
     written = engine.storage.journal.written
 
@@ -195,20 +195,20 @@ async def test_a_service_on_a_broken_disk_sends_nothing_and_does_not_spin(clock)
     await engine.aclose()
 
 
-async def test_the_health_of_a_service_on_a_broken_disk_is_bad(clock):
-    service, engine, _ = await broken_service(clock, [])
-    await clock.advance(20)  # before anything is due
+async def test_a_service_on_a_failed_disk_is_unhealthy(clock):
+    service, engine, _ = await service_on_failed_disk(clock, [])
+    await clock.advance(20)  # before message 2 is due
     health = service.health_check()
     await service.shutdown()
     await engine.aclose()
     assert health.status == "unhealthy"
 
 
-# The disk is full
+# Full disks
 
 
 @pytest.mark.parametrize("short", [None, 7], ids=["", "short-writes"])
-async def test_a_full_disk_refuses_sends_and_the_engine_goes_on_by_itself(clock, short):
+async def test_a_full_disk_rejects_sends_and_the_engine_recovers_without_a_restart(clock, short):
     disk = SimulatedDisk()
     engine = await filled(disk, clock)
     held = [await engine.consume("orders"), await engine.consume("orders")]
@@ -216,7 +216,7 @@ async def test_a_full_disk_refuses_sends_and_the_engine_goes_on_by_itself(clock,
     disk.capacity = sum(map(len, disk.files().values())) + 20
     for _ in range(3):
         with pytest.raises(StorageError, match="free some space") as raised:
-            await engine.publish("orders", b"x" * 50, message_id="refused")
+            await engine.publish("orders", b"x" * 50, message_id="rejected")
         assert not isinstance(raised.value, ReadOnly)
     for delivery in held:
         assert delivery is not None
@@ -224,7 +224,7 @@ async def test_a_full_disk_refuses_sends_and_the_engine_goes_on_by_itself(clock,
             await delivery.ack()
     assert engine.storage.log.writer.deferred_records
     assert (await engine.stats("orders")).in_flight == 0
-    # Killed now, what could not be written comes again; nothing that was confirmed is lost.
+    # After a kill, messages with unwritten acks are redelivered; no confirmed message is lost.
     killed = await open_engine(SimulatedDisk(disk.files()), clock)
     assert {item.id for item in await view(killed)} == {"0", "1", "2", "3"}
     await killed.aclose()
@@ -244,11 +244,11 @@ async def test_a_full_disk_refuses_sends_and_the_engine_goes_on_by_itself(clock,
     await engine.aclose()
 
 
-async def test_what_nobody_could_be_told_of_is_written_when_there_is_space(clock):
-    """Expiry, lost leases, dead letters and purges while the disk is full."""
+async def test_deferred_changes_are_written_when_there_is_space(clock):
+    """Messages and leases expire, and a message is removed, while the disk is full."""
     disk = SimulatedDisk()
     engine = await filled(disk, clock)
-    await engine.publish("orders", b"mortal", message_id="m", ttl=5)
+    await engine.publish("orders", b"expires", message_id="m", ttl=5)
     await engine.create("spent", max_retries=0)
     await engine.publish("spent", b"poison", message_id="p")
     assert await engine.consume("spent", ack_deadline=3)
@@ -258,7 +258,7 @@ async def test_what_nobody_could_be_told_of_is_written_when_there_is_space(clock
         await engine.remove("orders", ["0"])
     assert [item.message_id for item in await engine.dead_letters("orders")] == ["m"]
     assert [item.message_id for item in await engine.dead_letters("spent")] == ["p"]
-    # Killed, each of them is where it was or among the dead: never both, never neither.
+    # After a kill, each message is either in its queue or a dead letter; none is lost.
     killed = await open_engine(SimulatedDisk(disk.files()), clock)
     await clock.advance(0)
     found = [item.id for item in await view(killed)]
@@ -279,7 +279,7 @@ async def test_what_nobody_could_be_told_of_is_written_when_there_is_space(clock
     await engine.aclose()
 
 
-async def test_compaction_keeps_a_message_whose_letter_found_no_space(clock):
+async def test_compaction_keeps_a_message_whose_dead_letter_could_not_be_written(clock):
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock, segment_bytes=1_000)
     await engine.create("orders")
@@ -302,26 +302,26 @@ async def test_compaction_keeps_a_message_whose_letter_found_no_space(clock):
     assert found == {"1", "3", "4"}
 
 
-async def test_a_loop_of_consumers_on_a_full_disk_does_not_fill_the_memory(clock):
-    """Each of them claims and gives back; what is owed to the disk must not grow with it."""
+async def test_consumers_on_a_full_disk_do_not_fill_the_memory(clock):
+    """Each failed consume claims and releases a message; deferred records must not accumulate."""
     disk = SimulatedDisk()
     engine = await filled(disk, clock)
     disk.capacity = sum(map(len, disk.files().values()))
     for _ in range(200):
         with pytest.raises(StorageError):
             await engine.consume("orders")
-    owed = engine.storage.log.writer.deferred_records
+    deferred = engine.storage.log.writer.deferred_records
     disk.capacity = None
     await clock.advance(1)
     delivery = await engine.consume("orders")
     assert delivery is not None
     assert (delivery.message_id, delivery.retry_count) == ("0", 0)
     await engine.aclose()
-    assert owed < 20
+    assert deferred < 20
 
 
 @pytest.mark.proves("002-compaction-12")
-async def test_tidying_a_full_disk_raises_what_it_says(clock):
+async def test_maintenance_on_a_full_disk_raises_storage_error(clock):
     disk = SimulatedDisk()
     engine = await filled(disk, clock, segment_bytes=300)
     await engine.storage.maintain()
@@ -336,16 +336,16 @@ async def test_tidying_a_full_disk_raises_what_it_says(clock):
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_full_again_and_again_with_tidying_nothing_confirmed_is_lost(clock, seed):
+async def test_a_repeatedly_full_disk_loses_no_confirmed_message(clock, seed):
     print("seed", SEED + seed)
     random = Random(SEED + seed)
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock, segment_bytes=random.choice((400, 3000)))
     await engine.create("orders", max_retries=None)
     sent: set[str] = set()
-    doubtful: set[str] = set()
+    unconfirmed: set[str] = set()
     acked: set[str] = set()
-    refused = 0
+    rejected = 0
     for number in range(300):
         if number % 20 == 0:
             used = sum(map(len, disk.files().values()))
@@ -356,9 +356,9 @@ async def test_full_again_and_again_with_tidying_nothing_confirmed_is_lost(clock
             match random.randrange(5):
                 case 0 | 1:
                     id = str(number)
-                    doubtful.add(id)
+                    unconfirmed.add(id)
                     await engine.publish("orders", bytes(random.randrange(60)), message_id=id)
-                    doubtful.discard(id)
+                    unconfirmed.discard(id)
                     sent.add(id)
                 case 2 | 3:
                     delivery = await engine.consume("orders", ack_deadline=1e6)
@@ -373,9 +373,9 @@ async def test_full_again_and_again_with_tidying_nothing_confirmed_is_lost(clock
                     with contextlib.suppress(OSError):
                         await engine.storage.maintain(rotate=random.random() < 0.5)
         except StorageError:
-            refused += 1
+            rejected += 1
             assert not engine.storage.log.read_only
-    assert refused
+    assert rejected
     disk.capacity = None
     await clock.advance(1)
     assert engine.storage.log.writer.deferred_records == 0
@@ -384,9 +384,9 @@ async def test_full_again_and_again_with_tidying_nothing_confirmed_is_lost(clock
     engine = await open_engine(SimulatedDisk(files), clock)
     found = {item.id for item in await view(engine)}
     await engine.aclose()
-    # A send that was refused is not there: nothing was stored.
+    # A rejected send stored nothing.
     assert found == sent - acked
-    assert not found & doubtful
+    assert not found & unconfirmed
 
 
 SMALL = """
@@ -401,14 +401,14 @@ async def main() -> None:
     ballast.write_bytes(bytes(300_000))
     engine = await Engine.open(path)
     await engine.create("orders")
-    sent, refused = [], 0
-    while refused < 5:
+    sent, rejected = [], 0
+    while rejected < 5:
         try:
             sent.append((await engine.publish("orders", os.urandom(3000))).message_id)
         except ReadOnly:
             raise
         except StorageError:
-            refused += 1
+            rejected += 1
     assert sent
     acked = []
     try:
@@ -428,14 +428,14 @@ async def main() -> None:
     found = [item.id for item in await engine.peek("orders", 10_000)]
     assert found == [id for id in sent if id not in acked], (len(found), len(sent), len(acked))
     await engine.aclose()
-    print("held", len(sent), "refused", refused, "acked", len(acked))
+    print("sent", len(sent), "rejected", rejected, "acked", len(acked))
 
 asyncio.run(main())
 """
 
 
-def test_a_full_tmpfs(tmp_path):
-    """A real file system without space, where the machine allows mounting one."""
+def test_a_full_disk_on_a_real_tmpfs_loses_no_confirmed_message(tmp_path):
+    """Fill a real file system, if the machine allows mounting one."""
     script = tmp_path / "small.py"
     script.write_text(SMALL)
     root = tmp_path / "mounted"
@@ -445,7 +445,7 @@ def test_a_full_tmpfs(tmp_path):
         ["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False
     )
     if allowed.returncode:
-        pytest.skip("no unprivileged mounts here; the simulated disk has proven the same")
+        pytest.skip("cannot mount a file system here; the simulated disk covers the same cases")
     result = subprocess.run(
         ["unshare", "-rm", "sh", "-c", f"{mount} && exec {sys.executable} {script} {root}"],
         capture_output=True,

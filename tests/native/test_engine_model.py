@@ -1,7 +1,8 @@
-"""A random history of a durable engine, stops and restarts included, against a plain model.
+"""Random histories of a durable engine, including restarts, compared with a simple model.
 
-Times are chosen so that no two kinds of events meet: acts happen at whole seconds, delays end at
-.5, lives at .75, leases at .25, and backoffs are 2.125 and its doubles; all of them are exact.
+Times are chosen so that two kinds of events never coincide: actions happen at whole seconds, delays
+end at .5, TTLs at .75, leases at .25, and backoffs are 2.125 times a power of two. Floats represent
+all these values exactly.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from qkit.errors import AckDeadlineExceeded, LifecycleError, QueueFull
 from qkit.message import GROUP
 from qkit.native.delivery import Delivery
 from qkit.testing import VirtualClock
-from tests.support.books import body_of
+from tests.support.crash_model import body_of
 from tests.support.disk import SimulatedDisk
 from tests.support.engines import open_engine
 
@@ -43,7 +44,10 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Copy:
-    """A message of one share; ``seq`` is its place in the log, ``place`` in order of readiness."""
+    """A copy of a message in one queue or group.
+
+    ``seq`` is its position in the log; ``place`` orders messages by the time they became ready.
+    """
 
     share: tuple[str, str | None]
     id: str
@@ -52,7 +56,7 @@ class Copy:
     headers: dict[str, str]
     expires: float = math.inf
     place: int | None = None
-    scheduled: tuple[float, int] | None = None  # due, and the order in which it was scheduled
+    scheduled: tuple[float, int] | None = None  # due time, scheduling order
     delivery: Delivery | None = None
     deadline: float = math.inf
     attempt: int = 0
@@ -81,8 +85,8 @@ class EngineModel(RuleBasedStateMachine):
         self.run(self.enter())
         self.messages: list[Copy] = []
         self.letters: list[Letter] = []
-        self.stale: list[Delivery] = []  # of leases that ended
-        self.foreign: list[Delivery] = []  # of engines that were closed
+        self.stale: list[Delivery] = []  # deliveries whose leases expired
+        self.foreign: list[Delivery] = []  # deliveries of closed engines
         self.count = 0
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -123,7 +127,7 @@ class EngineModel(RuleBasedStateMachine):
         self.loop.close()
 
     async def end(self) -> None:
-        """When all is gone, nothing is left of it in memory, and nothing comes back."""
+        """Remove all messages; check that none stays in memory or reappears after a restart."""
         for message in self.messages:
             if message.delivery is not None:
                 await message.delivery.ack()
@@ -163,7 +167,7 @@ class EngineModel(RuleBasedStateMachine):
     def held(self) -> list[Copy]:
         return [m for m in self.messages if m.delivery is not None]
 
-    def bury(self, message: Copy, reason: str) -> None:
+    def dead_letter(self, message: Copy, reason: str) -> None:
         self.messages.remove(message)
         self.letters.append(
             Letter(
@@ -176,7 +180,7 @@ class EngineModel(RuleBasedStateMachine):
             )
         )
 
-    def give_back(self, message: Copy) -> None:
+    def expire_lease(self, message: Copy) -> None:
         assert message.delivery is not None
         self.stale.append(message.delivery)
         message.delivery = None
@@ -192,19 +196,19 @@ class EngineModel(RuleBasedStateMachine):
         while (event := self.next_event()) is not None and event[0] <= until:
             at, _, message = event
             if message.delivery is not None:
-                self.give_back(message)
+                self.expire_lease(message)
                 if message.attempt >= LIMIT:
-                    self.bury(message, "MaxRetriesExceeded")
+                    self.dead_letter(message, "MaxRetriesExceeded")
                 elif message.expires <= at:
-                    self.bury(message, "TTLExpired")
+                    self.dead_letter(message, "TTLExpired")
             elif message.expires <= at:
-                self.bury(message, "TTLExpired")
+                self.dead_letter(message, "TTLExpired")
             else:
                 message.scheduled = None
                 if message.place is None:
                     message.place = self.number()
 
-    # What may happen
+    # Actions
 
     @rule(
         name=st.sampled_from((QUEUE, QUEUE, TOPIC)),
@@ -303,20 +307,20 @@ class EngineModel(RuleBasedStateMachine):
     def nack(self, data: st.DataObject, requeue: bool) -> None:
         message = data.draw(st.sampled_from(self.held()))
         assert message.delivery is not None
-        answer = self.run(message.delivery.nack(requeue))
+        result = self.run(message.delivery.nack(requeue))
         message.delivery = None
         if not requeue:
-            self.bury(message, "ExplicitNack")
+            self.dead_letter(message, "ExplicitNack")
         elif message.attempt >= LIMIT:
-            self.bury(message, "MaxRetriesExceeded")
+            self.dead_letter(message, "MaxRetriesExceeded")
         elif message.expires <= self.now:
-            self.bury(message, "TTLExpired")
+            self.dead_letter(message, "TTLExpired")
         else:
-            assert answer == "requeued"
+            assert result == "requeued"
             delay = BACKOFF * 2 ** (message.attempt - 1)
             message.scheduled = (self.now + delay, self.number())
             return
-        assert answer == "dead_lettered"
+        assert result == "dead_lettered"
 
     @precondition(lambda self: self.held())
     @rule(data=st.data(), seconds=st.sampled_from((1.25, 5.25, 30.25)))
@@ -337,7 +341,7 @@ class EngineModel(RuleBasedStateMachine):
     @precondition(lambda self: self.foreign)
     @rule(data=st.data())
     def settle_after_a_stop(self, data: st.DataObject) -> None:
-        """A delivery of an engine that was closed settles nothing in the next one."""
+        """Check that a delivery of a closed engine cannot be settled in the next one."""
         delivery = data.draw(st.sampled_from(self.foreign))
         self.foreign.remove(delivery)
         with pytest.raises(LifecycleError):
@@ -351,27 +355,27 @@ class EngineModel(RuleBasedStateMachine):
     @precondition(lambda self: len(self.messages) >= 10)
     @rule(name=st.sampled_from((QUEUE, TOPIC)))
     def purge(self, name: str) -> None:
-        gone = [m for m in self.messages if m.share[0] == name and m.delivery is None]
-        assert self.run(self.engine.purge(name)) == len(gone)
-        self.messages = [message for message in self.messages if message not in gone]
+        purged = [m for m in self.messages if m.share[0] == name and m.delivery is None]
+        assert self.run(self.engine.purge(name)) == len(purged)
+        self.messages = [message for message in self.messages if message not in purged]
 
     @precondition(lambda self: self.messages)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         chosen = data.draw(st.sampled_from(self.messages))
-        gone = [
+        removed = [
             message
             for message in self.messages
             if (message.share[0], message.id) == (chosen.share[0], chosen.id)
             and message.delivery is None
         ]
-        assert self.run(self.engine.remove(chosen.share[0], [chosen.id])) == len(gone)
-        self.messages = [message for message in self.messages if message not in gone]
+        assert self.run(self.engine.remove(chosen.share[0], [chosen.id])) == len(removed)
+        self.messages = [message for message in self.messages if message not in removed]
 
     @precondition(lambda self: len(self.messages) >= 12)
     @rule(name=st.sampled_from((QUEUE, TOPIC)))
     def delete(self, name: str) -> None:
-        """And make it anew; its dead letters stay."""
+        """Delete a queue or topic and create it again. Its dead letters are kept."""
         self.run(self.engine.delete(name))
         self.run(self.create(name))
         self.messages = [message for message in self.messages if message.share[0] != name]
@@ -381,34 +385,34 @@ class EngineModel(RuleBasedStateMachine):
     def replay(self, data: st.DataObject) -> None:
         chosen = data.draw(st.sampled_from(self.letters))
         name = chosen.share[0]
-        again = [
+        replayed = [
             letter for letter in self.letters if (letter.share[0], letter.id) == (name, chosen.id)
         ]
-        if any(len(self.of(share)) + len(again) > MAX_DEPTH for share in SHARES):
+        if any(len(self.of(share)) + len(replayed) > MAX_DEPTH for share in SHARES):
             return
-        self.letters = [letter for letter in self.letters if letter not in again]
-        for letter in again:
+        self.letters = [letter for letter in self.letters if letter not in replayed]
+        for letter in replayed:
             message = Copy(letter.share, letter.id, self.number(), letter.priority, letter.headers)
             message.place = self.number()
             self.messages.append(message)
-        assert self.run(self.engine.retry_dead_letters(name, [chosen.id])) == len(again)
+        assert self.run(self.engine.retry_dead_letters(name, [chosen.id])) == len(replayed)
 
     @precondition(lambda self: len(self.letters) >= 5)
     @rule(name=st.sampled_from((QUEUE, TOPIC)))
     def purge_letters(self, name: str) -> None:
-        gone = [letter for letter in self.letters if letter.share[0] == name]
-        assert self.run(self.engine.purge_dead_letters(name)) == len(gone)
-        self.letters = [letter for letter in self.letters if letter not in gone]
+        purged = [letter for letter in self.letters if letter.share[0] == name]
+        assert self.run(self.engine.purge_dead_letters(name)) == len(purged)
+        self.letters = [letter for letter in self.letters if letter not in purged]
 
     @rule(rotate=st.booleans())
-    def tidy(self, rotate: bool) -> None:
-        """Compaction and a snapshot change nothing that anybody can see."""
+    def maintain(self, rotate: bool) -> None:
+        """Compact the log and write a snapshot, which must not change visible state."""
         self.run(self.engine.storage.maintain(rotate=rotate))
 
     @precondition(lambda self: len(self.messages) >= 3)
     @rule(crash=st.booleans(), down=st.sampled_from((0, 0, 0, 1, 4)))
     def reopen(self, crash: bool, down: int) -> None:
-        """Stop and come back ``down`` seconds later. A crash leaves what was written."""
+        """Close or crash the engine and reopen it ``down`` seconds later."""
         self.run(self.engine.written())
         files = self.disk.files()
         self.run(self.engine.aclose())
@@ -424,13 +428,13 @@ class EngineModel(RuleBasedStateMachine):
 
     def void_leases(self, crash: bool) -> None:
         self.foreign += [m.delivery for m in self.messages if m.delivery is not None]
-        self.stale.clear()  # their engine knows them no more
+        self.stale.clear()  # these deliveries belong to the previous engine
         for message in sorted(self.messages, key=lambda m: m.seq):
             was_held = message.delivery is not None
             message.delivery, message.deadline = None, math.inf
             if was_held and crash and message.attempt >= LIMIT:
-                self.bury(message, "MaxRetriesExceeded")
-        # What was delivered before comes first, then what was not; each in the order of the log.
+                self.dead_letter(message, "MaxRetriesExceeded")
+        # Messages that were delivered before come first, then the others, both in log order.
         for message in sorted(self.messages, key=lambda m: (not m.attempt, m.seq)):
             message.place = self.number() if message.attempt else None
             if message.scheduled is not None:
@@ -441,7 +445,7 @@ class EngineModel(RuleBasedStateMachine):
                 message.place = self.number()
         self.pass_time(self.now)
 
-    # What must always hold
+    # Invariants
 
     @invariant()
     def same_messages_in_the_same_order(self) -> None:
@@ -480,7 +484,7 @@ class EngineModel(RuleBasedStateMachine):
         self.check_accounts(len(self.messages) + len(self.letters))
 
     def check_accounts(self, messages: int) -> None:
-        """The books that compaction and the limit of memory go by are true."""
+        """Check the counters that compaction and the memory limit use."""
         journal = self.engine.storage.journal
         assert journal.held == sum(
             len(message.body)
@@ -493,7 +497,7 @@ class EngineModel(RuleBasedStateMachine):
 
 
 ORDINARY = settings(
-    max_examples=200,
+    max_examples=100,
     stateful_step_count=50,
     deadline=None,
     print_blob=True,
@@ -504,11 +508,17 @@ ORDINARY = settings(
 @pytest.mark.proves("002-index-3", "002-compaction-4", "002-testing-3", "004-actors-5")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_durable_engine_does_what_its_model_does() -> None:
+def test_a_durable_engine_behaves_like_its_model() -> None:
     run_state_machine_as_test(EngineModel, settings=ORDINARY)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_durable_engine_behaves_like_its_model_in_400_examples() -> None:
+    run_state_machine_as_test(EngineModel, settings=settings(ORDINARY, max_examples=400))
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
-def test_a_durable_engine_does_what_its_model_does_at_length() -> None:
+def test_a_durable_engine_behaves_like_its_model_in_2000_examples() -> None:
     run_state_machine_as_test(EngineModel, settings=settings(ORDINARY, max_examples=2000))

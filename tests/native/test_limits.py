@@ -1,4 +1,4 @@
-"""Hostile names, planted links, other processes, and things that would grow without end."""
+"""Hostile names, symbolic links, other processes, and limits on growth."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from qkit.native.log.encode import encode_declare, encode_publish
 from qkit.observability.metrics import MAX_CHANNELS, Counters
 from tests.support.engines import open_engine, view
 
-TWINS = "ordérs", "orde\u0301rs", "оrders", "orders\u200b", "ORDERS\ufe0f"
+LOOKALIKES = "ordérs", "orde\u0301rs", "оrders", "orders\u200b", "ORDERS\ufe0f"
 HOSTILE = (
     "../x",
     "..",
@@ -48,23 +48,23 @@ HOSTILE = (
     " ",
     "n" * 300,
     "n" * 201,
-    *TWINS,
+    *LOOKALIKES,
 )
 
 
-def everything(path: Path) -> set[str]:
+def all_paths(path: Path) -> set[str]:
     return {str(item.relative_to(path)) for item in path.rglob("*")}
 
 
 # Names
 
 
-async def test_hostile_names_are_refused_and_make_no_file(tmp_path, caplog):
+async def test_invalid_names_are_rejected_and_create_no_file(tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     async with await Engine.open(tmp_path / "root" / "data") as engine:
         await engine.create("orders")
         await engine.create("news", broadcast=True)
-        before = everything(tmp_path)
+        before = all_paths(tmp_path)
         for name in HOSTILE:
             with pytest.raises(InvalidName):
                 await engine.create(name)
@@ -85,7 +85,7 @@ async def test_hostile_names_are_refused_and_make_no_file(tmp_path, caplog):
             ):
                 with pytest.raises(QueueNotFound):
                     await work
-        assert everything(tmp_path) == before
+        assert all_paths(tmp_path) == before
         assert await engine.list() == ["news", "orders"]
         assert await engine.consumers("news") == []
     async with await Engine.open(tmp_path / "root" / "data") as engine:
@@ -93,7 +93,7 @@ async def test_hostile_names_are_refused_and_make_no_file(tmp_path, caplog):
     assert not any("\r" in record.getMessage() for record in caplog.records)
 
 
-async def test_names_that_look_alike_do_not_collide(tmp_path):
+async def test_similar_names_do_not_collide(tmp_path):
     names = ["orders", "Orders", "orders.", "orders-", "orders_", "-orders", "a" * 200, "con"]
     async with await Engine.open(tmp_path) as engine:
         for name in names:
@@ -106,18 +106,17 @@ async def test_names_that_look_alike_do_not_collide(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nul\0byte", "line\r\nfeed"])
-async def test_a_hostile_path_makes_no_file_elsewhere(tmp_path, name):
+async def test_an_invalid_path_creates_no_file_elsewhere(tmp_path, name):
     try:
         async with await Engine.open(tmp_path / name):
             pass
     except (StorageError, ValueError, ConfigError):
-        assert everything(tmp_path) == set()
+        assert all_paths(tmp_path) == set()
     else:
-        assert {Path(item).parts[0] for item in everything(tmp_path)} == {name}
+        assert {Path(item).parts[0] for item in all_paths(tmp_path)} == {name}
 
 
-async def test_whatever_a_message_carries_comes_back_as_it_was(clock, tmp_path):
-    """Ids, keys and headers are data: they may hold anything that is text."""
+async def test_any_text_in_ids_keys_and_headers_is_preserved(clock, tmp_path):
     texts = ["", "\0", "\r\n", "{", "{}", '{"a": 1}', "é", "😀", "\x1f", "a\0b\0c", "x" * 5000]
     engine = await open_engine(tmp_path, clock)
     await engine.create("orders")
@@ -135,7 +134,9 @@ async def test_whatever_a_message_carries_comes_back_as_it_was(clock, tmp_path):
     assert found == expected
 
 
-async def test_what_no_record_can_hold_is_refused_and_costs_no_place(clock, tmp_path):
+async def test_a_message_that_does_not_fit_into_a_record_is_rejected_and_frees_its_capacity(
+    clock, tmp_path
+):
     engine = await open_engine(tmp_path, clock)
     await engine.create("orders", max_depth=2)
     bad: list[dict[str, Any]] = [
@@ -158,16 +159,16 @@ async def test_what_no_record_can_hold_is_refused_and_costs_no_place(clock, tmp_
     await engine.aclose()
 
 
-async def test_a_bulk_file_with_a_hostile_queue_is_refused(tmp_path, caplog):
+async def test_a_bulk_file_with_an_invalid_queue_name_is_rejected(tmp_path, caplog):
     with pytest.raises(InvalidName), BulkWriter(tmp_path, "job", 0) as part:
         part.put("../x", b"")
     for job in ("../x", "..", ".hidden", "a/b", "nul\0", "a\r\nb", "j" * 300, ""):
         with pytest.raises(ConfigError):
             BulkWriter(tmp_path, job, 0)
-    assert everything(tmp_path) <= {"inbox", "inbox/.job"}
+    assert all_paths(tmp_path) <= {"inbox", "inbox/.job"}
 
 
-async def test_a_forged_bulk_file_with_a_hostile_queue_is_refused(tmp_path):
+async def test_a_forged_bulk_file_with_an_invalid_queue_name_is_rejected(tmp_path):
     with BulkWriter(tmp_path, "job", 0) as part:
         part._add(encode_declare(1, "../x\r\n"))
         part._add(encode_publish(1, 0, "id", b""))
@@ -179,7 +180,7 @@ async def test_a_forged_bulk_file_with_a_hostile_queue_is_refused(tmp_path):
     assert names == []
 
 
-async def test_a_consumers_odd_name_puts_no_line_into_the_logs(clock, tmp_path, caplog):
+async def test_a_consumer_name_cannot_inject_log_lines(clock, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     engine = await open_engine(tmp_path, clock)
     await engine.create("orders", max_retries=0)
@@ -203,7 +204,7 @@ def umask(request):
 
 
 async def fill(path: Path) -> None:
-    """Several segments, a rewritten one, a snapshot."""
+    """Create an engine directory with several segments, a rewritten one and a snapshot."""
     engine = await open_engine(path, segment_bytes=2_000)
     await engine.create("orders")
     for number in range(30):
@@ -217,7 +218,7 @@ async def fill(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("umask")
-async def test_all_that_an_engine_writes_is_its_owners_alone(tmp_path):
+async def test_all_files_of_an_engine_are_private_to_its_owner(tmp_path):
     data = tmp_path / "data"
     await fill(data)
     assert list(data.glob("log/*.snap"))
@@ -226,7 +227,7 @@ async def test_all_that_an_engine_writes_is_its_owners_alone(tmp_path):
         assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
-async def test_a_bulk_writer_leaves_nothing_that_others_may_write(tmp_path):
+async def test_files_of_a_bulk_writer_are_not_writable_by_others(tmp_path):
     before = os.umask(0)
     try:
         with BulkWriter(tmp_path, "job", 0) as part:
@@ -241,18 +242,18 @@ async def test_a_bulk_writer_leaves_nothing_that_others_may_write(tmp_path):
     assert modes == {"inbox": 0o700, "inbox/.job": 0o700}
 
 
-async def test_a_bulk_writer_follows_no_planted_link(tmp_path):
+async def test_a_bulk_writer_follows_no_symbolic_link(tmp_path):
     data, target = tmp_path / "data", tmp_path / "target"
     await fill(data)
     target.mkdir()
     (data / "inbox").symlink_to(target)
     with contextlib.suppress(StorageError, OSError), BulkWriter(data, "job", 0) as part:
         part.put("orders", b"")
-    assert everything(target) == set()
+    assert all_paths(target) == set()
 
 
 @pytest.mark.parametrize("place", ["", "LOCK", "log", "log/00000001.seg", "snapshot"])
-async def test_a_planted_link_is_refused_and_its_target_untouched(tmp_path, place):
+async def test_a_planted_symbolic_link_is_rejected_and_its_target_is_unchanged(tmp_path, place):
     data, target = tmp_path / "data", tmp_path / "target"
     await fill(data)
     planted = next(data.glob("log/*.snap")) if place == "snapshot" else data / place
@@ -263,14 +264,14 @@ async def test_a_planted_link_is_refused_and_its_target_untouched(tmp_path, plac
         await Engine.open(data)
     after = {path: path.read_bytes() for path in (target, *target.rglob("*")) if path.is_file()}
     assert after == before
-    # Nothing is left behind by the refusal: put right, it opens.
+    # The failed open has no lasting effect: without the link, the engine opens.
     planted.unlink()
     target.rename(planted)
     async with await Engine.open(data) as engine:
         assert (await engine.stats("orders")).depth == 10
 
 
-async def test_a_planted_inbox_is_not_followed(tmp_path):
+async def test_a_symbolic_link_instead_of_the_inbox_is_not_followed(tmp_path):
     data, target = tmp_path / "data", tmp_path / "target"
     with BulkWriter(target, "job", 0) as part:
         part.put("orders", b"")
@@ -287,7 +288,7 @@ async def test_a_planted_inbox_is_not_followed(tmp_path):
     assert (target / "inbox" / "job" / "00000000.seg").exists()
 
 
-async def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
+async def test_a_second_process_is_rejected_with_the_pid_of_the_engine_owner(tmp_path):
     code = (
         "import asyncio, sys\n"
         "from qkit.native import Engine\n"
@@ -299,7 +300,7 @@ async def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
         "        sys.stdin.read()\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen(  # noqa: ASYNC220  it is waited for
+    with subprocess.Popen(  # noqa: ASYNC220  the test may block its loop
         [sys.executable, "-c", code, str(tmp_path / "data")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -307,21 +308,22 @@ async def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
     ) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
-        with pytest.raises(LogLocked, match=f"process {owner.pid}") as refused:
+        with pytest.raises(LogLocked, match=f"process {owner.pid}") as rejected:
             await Engine.open(tmp_path / "data")
-        assert refused.value.pid == owner.pid
+        assert rejected.value.pid == owner.pid
         owner.kill()
-    async with await Engine.open(tmp_path / "data") as engine:  # the dead own nothing
+    # The system releases the lock of a killed process.
+    async with await Engine.open(tmp_path / "data") as engine:
         assert [item.body for item in await engine.peek("orders")] == [b"one"]
         with pytest.raises(LogLocked, match=f"process {os.getpid()}"):
             await Engine.open(tmp_path / "data")
 
 
-# Things without end
+# Growth
 
 
 def resident() -> int:
-    """How much memory the process has."""
+    """Return the resident memory of the process in bytes."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -342,7 +344,7 @@ async def poison(path: Path, count: int, keep: int) -> None:
 
     engine.on_dropped_letter(count_dropped)
 
-    async def give_up() -> None:
+    async def consume_and_nack() -> None:
         delivery = await engine.consume("orders")
         assert delivery is not None
         await delivery.nack()
@@ -351,7 +353,7 @@ async def poison(path: Path, count: int, keep: int) -> None:
     used: list[int] = []
     for start in range(0, count, chunk):
         await asyncio.gather(*(engine.publish("orders", b"poison" * 20) for _ in range(chunk)))
-        await asyncio.gather(*(give_up() for _ in range(chunk)))
+        await asyncio.gather(*(consume_and_nack() for _ in range(chunk)))
         if (start // chunk) % max(1, count // chunk // 10) == 0:
             await engine.storage.maintain()
         if start > 2 * keep:
@@ -401,7 +403,7 @@ async def bytes_for_each_queue(engine: Engine, count: int) -> float:
 
 
 @pytest.mark.proves("000-figures-6", "001-concurrency-2")
-async def test_many_queues_cost_little(tmp_path):
+async def test_many_queues_need_little_memory(tmp_path):
     async with Engine() as engine:
         memory = await bytes_for_each_queue(engine, 1_000)
     async with await Engine.open(tmp_path, fsync="never") as engine:
@@ -413,27 +415,27 @@ async def test_many_queues_cost_little(tmp_path):
 
 
 @pytest.mark.proves("000-figures-8", "001-concurrency-2", "002-place-2")
-async def test_an_empty_queue_costs_about_a_kilobyte():
+async def test_an_empty_queue_needs_about_a_kilobyte():
     async with Engine() as engine:
         assert await bytes_for_each_queue(engine, 2_000) < 1_600
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
-async def test_a_hundred_thousand_queues(tmp_path):
+async def test_declarations_beyond_the_queue_limit_are_rejected(tmp_path):
     async with await Engine.open(tmp_path, fsync="never") as engine:
         each = await bytes_for_each_queue(engine, MAX_QUEUES)
         print(f"an empty queue: {each:.0f} bytes")
         for number in range(MAX_QUEUES, 100_000):
             with pytest.raises(ConfigError):
                 await engine.create(f"queue-{number}")
-        assert engine.catalogue.refused == 100_000 - MAX_QUEUES
+        assert engine.catalogue.rejected == 100_000 - MAX_QUEUES
         await engine.storage.maintain()
     async with await Engine.open(tmp_path) as engine:
         assert len(await engine.list()) == MAX_QUEUES
 
 
-def test_the_labels_of_metrics_are_bounded():
+def test_the_number_of_metric_labels_is_limited():
     counters = Counters()
     for number in range(100_000):
         counters.for_channel(f"queue-{number}").sent += 1
@@ -442,28 +444,30 @@ def test_the_labels_of_metrics_are_bounded():
     assert metrics.messages_sent == 100_000
 
 
-async def test_queues_are_capped_and_those_refused_counted(monkeypatch):
+async def test_the_number_of_queues_is_limited_and_rejections_are_counted(monkeypatch):
     monkeypatch.setattr("qkit.native.catalogue.MAX_QUEUES", 50)
     async with Engine() as engine:
         for number in range(100):
             with contextlib.suppress(ConfigError):
                 await engine.create(f"q{number}")
         assert len(await engine.list()) == 50
-        assert engine.catalogue.refused == 50
-        with pytest.raises(ConfigError, match="takes no more: delete some"):
+        assert engine.catalogue.rejected == 50
+        with pytest.raises(ConfigError, match="which is the limit: delete some"):
             await engine.create("another")
-        await engine.create("q1")  # that there is already
+        await engine.create("q1")  # an existing queue is accepted
         await engine.delete("q1")
         await engine.create("another")
 
 
-async def test_the_channels_of_a_service_are_capped_and_those_refused_counted(monkeypatch):
+async def test_the_number_of_channels_of_a_service_is_limited_and_rejections_are_counted(
+    monkeypatch,
+):
     monkeypatch.setattr("qkit.handlers.route.MAX_ROUTES", 50)
     async with QueueService(Settings(type="native")) as service:
         for number in range(60):
             with contextlib.suppress(ConfigError):
                 await service.send(f"user-{number}", 1)
-        with pytest.raises(ConfigError, match="put what differs in the body"):
+        with pytest.raises(ConfigError, match="put variable data in the body"):
             await service.send("another", 1)
         await service.send("user-1", 2)
         metrics = service.metrics()
@@ -471,7 +475,7 @@ async def test_the_channels_of_a_service_are_capped_and_those_refused_counted(mo
         assert metrics.messages_sent == 51
 
 
-async def test_a_message_that_dies_when_there_are_too_many_queues_is_kept(monkeypatch):
+async def test_a_dead_letter_queue_is_created_even_beyond_the_queue_limit(monkeypatch):
     monkeypatch.setattr("qkit.native.catalogue.MAX_QUEUES", 1)
     async with Engine() as engine:
         await engine.create("orders")

@@ -1,6 +1,6 @@
-"""Eight scenarios that the requirements name (``000-scenarios-*``), and every metric of a queue.
+"""The eight scenarios of the requirements (``000-scenarios-*``), and all figures of a queue.
 
-Each on an engine in memory and on a durable one, in virtual time.
+Each test runs with an engine in memory and with a durable one, in virtual time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def drain(engine: Engine) -> list[bytes]:
     "002-testing-5",
     "004-states-1",
 )
-async def test_basic_fifo_ordering(either: Engine) -> None:
+async def test_messages_of_equal_priority_are_delivered_in_fifo_order(either: Engine) -> None:
     await either.create("tasks")
     sent = [await either.publish("tasks", f"{n}".encode()) for n in range(5)]
     assert [item.position for item in sent] == [0, 1, 2, 3, 4]
@@ -49,7 +49,7 @@ async def test_basic_fifo_ordering(either: Engine) -> None:
 
 
 @pytest.mark.proves("000-intro-1", "000-lifecycle-1", "000-priority-1", "000-scenarios-2")
-async def test_priority_ordering(either: Engine) -> None:
+async def test_messages_with_a_higher_priority_are_delivered_first(either: Engine) -> None:
     await either.create("tasks")
     for n, priority in enumerate((0, 9, 5, 9, 0, None)):
         await either.publish("tasks", f"{priority} {n}".encode(), priority)
@@ -57,7 +57,7 @@ async def test_priority_ordering(either: Engine) -> None:
 
 
 @pytest.mark.proves("000-scenarios-3", "001-overview-3", "002-improvements-4")
-async def test_multiple_consumers_load_balancing(either: Engine) -> None:
+async def test_messages_are_shared_evenly_among_consumers(either: Engine) -> None:
     await either.create("tasks")
     shares: dict[str, int] = {"a": 0, "b": 0, "c": 0}
 
@@ -92,7 +92,9 @@ async def test_multiple_consumers_load_balancing(either: Engine) -> None:
     "002-ack-3",
     "004-states-4",
 )
-async def test_ack_timeout_and_retry(either: Engine, clock: VirtualClock) -> None:
+async def test_an_unacked_message_is_redelivered_after_its_deadline(
+    either: Engine, clock: VirtualClock
+) -> None:
     await either.create("tasks")
     await either.publish("tasks", b"x")
     first = await take(either, ack_deadline=60)
@@ -149,12 +151,14 @@ async def test_ack_timeout_and_retry(either: Engine, clock: VirtualClock) -> Non
     "004-dlq-3",
     "004-dlq-4",
 )
-async def test_dead_letter_queue(either: Engine, clock: VirtualClock) -> None:
+async def test_failed_messages_become_dead_letters_that_can_be_replayed_and_purged(
+    either: Engine, clock: VirtualClock
+) -> None:
     await either.create("tasks")
     await either.publish("tasks", b"poison", headers={"source": "web"})
     for expected in ["requeued", "requeued", "requeued", "dead_lettered"]:
         assert await (await take(either)).nack() == expected
-    await either.publish("tasks", b"refused")
+    await either.publish("tasks", b"rejected")
     assert await (await take(either)).nack(requeue=False) == "dead_lettered"
     await either.publish("tasks", b"late", ttl=5)
     await clock.advance(5)
@@ -162,7 +166,7 @@ async def test_dead_letter_queue(either: Engine, clock: VirtualClock) -> None:
     letters = await either.dead_letters("tasks")
     assert [(letter.body, letter.reason, letter.attempts) for letter in letters] == [
         (b"poison", Reason.MAX_RETRIES_EXCEEDED, 4),
-        (b"refused", Reason.EXPLICIT_NACK, 1),
+        (b"rejected", Reason.EXPLICIT_NACK, 1),
         (b"late", Reason.TTL_EXPIRED, 0),
     ]
     assert letters[0].channel == "tasks"
@@ -185,8 +189,7 @@ async def test_dead_letter_queue(either: Engine, clock: VirtualClock) -> None:
 
 
 @pytest.mark.proves("000-features-5", "000-prefetch-3", "000-prefetch-4", "000-scenarios-6")
-async def test_prefetch_limits(either: Engine) -> None:
-    """Of a consumer that was registered with the queue."""
+async def test_prefetch_limits_a_registered_consumer(either: Engine) -> None:
     await either.create("tasks")
     await either.register("tasks", "anna", 2)
     for n in range(5):
@@ -197,13 +200,14 @@ async def test_prefetch_limits(either: Engine) -> None:
     more = asyncio.create_task(take(either, timeout=60, consumer="anna"))
     await asyncio.sleep(1)
     assert not more.done()
-    assert (await take(either, consumer="bert")).body == b"2"  # the rest is for others
+    other = await take(either, consumer="bert")  # other consumers receive the remaining messages
+    assert other.body == b"2"
     await held[0].ack()
     assert (await more).body == b"3"
 
 
 @pytest.mark.proves("000-scenarios-6")
-async def test_prefetch_limits_of_a_subscription(either: Engine) -> None:
+async def test_prefetch_limits_a_subscription(either: Engine) -> None:
     await either.create("tasks")
     for n in range(5):
         await either.publish("tasks", str(n).encode())
@@ -219,7 +223,9 @@ async def test_prefetch_limits_of_a_subscription(either: Engine) -> None:
 
 
 @pytest.mark.proves("000-scenarios-7", "002-testing-10", "002-testing-13")
-async def test_concurrent_publish_consume(either: Engine) -> None:
+async def test_concurrent_producers_and_consumers_neither_lose_nor_duplicate_messages(
+    either: Engine,
+) -> None:
     await either.create("tasks")
     seen: list[bytes] = []
 
@@ -243,7 +249,7 @@ async def test_concurrent_publish_consume(either: Engine) -> None:
 
 
 @pytest.mark.proves("000-errors-2", "000-scenarios-8")
-async def test_queue_full_behavior(either: Engine) -> None:
+async def test_a_full_queue_rejects_messages_until_one_is_acked(either: Engine) -> None:
     await either.create("tasks", max_depth=2)
     await either.publish("tasks", b"1")
     await either.publish("tasks", b"2")
@@ -251,7 +257,7 @@ async def test_queue_full_behavior(either: Engine) -> None:
         await either.publish("tasks", b"3")
     with pytest.raises(QueueFull):
         await either.publish("tasks", b"3", wait=1)
-    held = await take(either)  # what a consumer holds takes a place too
+    held = await take(either)  # messages in flight count too
     with pytest.raises(QueueFull):
         await either.publish("tasks", b"3")
     await held.ack()
@@ -271,8 +277,8 @@ async def test_queue_full_behavior(either: Engine) -> None:
     "000-metrics-9",
     "000-metrics-10",
 )
-async def test_metrics(either: Engine, clock: VirtualClock) -> None:
-    """Every figure, on a queue where each is different."""
+async def test_stats_count_each_figure_separately(either: Engine, clock: VirtualClock) -> None:
+    """Check every figure of a queue; all counts differ."""
     await either.create("tasks", ack_deadline=600)
     for consumer in "abcde":
         await either.register("tasks", consumer, 20)
@@ -286,7 +292,7 @@ async def test_metrics(either: Engine, clock: VirtualClock) -> None:
         else:
             await delivery.nack(requeue=n < 58)
     for consumer in "abc":
-        await take(either, consumer=consumer)  # of those that were given back
+        await take(either, consumer=consumer)  # redeliver three released messages
     for _ in range(4):
         await either.publish("tasks", b"later", delay=3600)
     await clock.advance(45 - 0.125)

@@ -1,4 +1,4 @@
-"""Events: who hears what, and that no listener can do harm."""
+"""Events and their listeners: order, errors, asynchronous listeners and drain."""
 
 from __future__ import annotations
 
@@ -11,75 +11,77 @@ from qkit.observability.events import Event, Events, Reconnected, ShutDown
 from qkit.testing.clock import VirtualClock
 
 
-def test_a_listener_hears_its_event_and_no_other() -> None:
-    events, heard = Events(), list[Event]()
-    events.on("shutdown", heard.append)
+def test_a_listener_receives_only_its_event() -> None:
+    events, received = Events(), list[Event]()
+    events.on("shutdown", received.append)
     events.emit(Reconnected(1.0))
     events.emit(ShutDown(2))
-    assert heard == [ShutDown(2)]
+    assert received == [ShutDown(2)]
 
 
-def test_listeners_are_called_in_the_order_they_came() -> None:
-    events, heard = Events(), list[str]()
+def test_listeners_are_called_in_the_order_of_registration() -> None:
+    events, received = Events(), list[str]()
     for name in "abc":
-        events.on("shutdown", lambda _, name=name: heard.append(name))
+        events.on("shutdown", lambda _, name=name: received.append(name))
     events.emit(ShutDown(0))
-    assert heard == ["a", "b", "c"]
+    assert received == ["a", "b", "c"]
 
 
-def test_an_unknown_event_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no event 'stop': choose from state_change, reconnected"):
+def test_an_unknown_event_raises_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match="unknown event 'stop': choose from state_change, reconnected"
+    ):
         Events().on("stop", print)  # type: ignore[arg-type]
 
 
-def test_a_listener_that_fails_is_logged_and_stops_nobody(
+def test_a_failing_listener_is_logged_and_does_not_affect_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    events, heard = Events(), list[Event]()
+    events, received = Events(), list[Event]()
 
     def broken(event: ShutDown) -> None:
         raise ValueError("no")
 
     events.on("shutdown", broken)
-    events.on("shutdown", heard.append)
+    events.on("shutdown", received.append)
     events.emit(ShutDown(0))
-    assert heard == [ShutDown(0)]
+    assert received == [ShutDown(0)]
     assert caplog.records[0].getMessage() == "a listener of ShutDown failed"
     assert caplog.records[0].levelno == logging.ERROR
     assert caplog.records[0].exc_info is not None
 
 
-def test_a_listener_may_add_listeners() -> None:
-    events, heard = Events(), list[str]()
+def test_a_listener_may_register_a_listener() -> None:
+    events, received = Events(), list[str]()
 
-    def again(_: ShutDown) -> None:
-        heard.append("x")
-        events.on("shutdown", again)
+    def listener(_: ShutDown) -> None:
+        received.append("x")
+        events.on("shutdown", listener)
 
-    events.on("shutdown", again)
+    events.on("shutdown", listener)
     events.emit(ShutDown(0))
-    assert heard == ["x"]
+    assert received == ["x"]
     events.emit(ShutDown(0))
-    assert heard == ["x"] * 3
+    assert received == ["x"] * 3
 
 
-async def test_coroutine_listeners_run_without_holding_anybody_up(
+async def test_an_asynchronous_listener_does_not_block_emit(
     virtual_clock: VirtualClock,
 ) -> None:
-    events, heard = Events(), list[Event]()
+    events, received = Events(), list[Event]()
 
     async def slow(event: ShutDown) -> None:
         await asyncio.sleep(3)
-        heard.append(event)
+        received.append(event)
 
     events.on("shutdown", slow)
     events.emit(ShutDown(0))
-    assert heard == []
+    assert received == []
     await events.drain(5)
-    assert heard == [ShutDown(0)]
+    assert received == [ShutDown(0)]
 
 
-async def test_a_coroutine_listener_that_fails_is_logged(
+async def test_a_failing_asynchronous_listener_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     events = Events()
@@ -94,7 +96,7 @@ async def test_a_coroutine_listener_that_fails_is_logged(
     assert [record.getMessage() for record in caplog.records] == ["a listener of ShutDown failed"]
 
 
-async def test_draining_waits_only_so_long_for_listeners(virtual_clock: VirtualClock) -> None:
+async def test_drain_cancels_listeners_after_the_timeout(virtual_clock: VirtualClock) -> None:
     events, ended = Events(), list[str]()
 
     async def stuck(event: ShutDown) -> None:
@@ -109,5 +111,5 @@ async def test_draining_waits_only_so_long_for_listeners(virtual_clock: VirtualC
     await events.drain(5)
     assert ended == ["cancelled"]
     assert virtual_clock.monotonic() - started == pytest.approx(5)
-    await events.drain(5)  # nothing is left to wait for
+    await events.drain(5)  # no listener is running
     assert virtual_clock.monotonic() - started == pytest.approx(5)

@@ -1,4 +1,4 @@
-"""A message is one trace from its sender to its handler, and is measured, on every backend."""
+"""Traces and metrics on every backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind
 
 from qkit import Message, QueueService, Reject, Settings, consume
 from tests.support.everywhere import BACKENDS, NAMES
-from tests.support.web import buried, eventually
+from tests.support.web import eventually, wait_for_dead_letters
 
 
 @pytest.fixture(params=NAMES)
@@ -35,7 +35,10 @@ def channel() -> str:
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """A provider for this test alone: OpenTelemetry lets a process set one only once."""
+    """Exporter of a tracer provider that is set for this test only.
+
+    It is set through a private name, because OpenTelemetry accepts only one provider per process.
+    """
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -53,12 +56,12 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
     provider.shutdown()
 
 
-def only(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
+def single_span(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
     (found,) = [span for span in exporter.get_finished_spans() if span.name == name]
     return found
 
 
-async def test_a_consumer_span_continues_and_links_to_its_producers(
+async def test_a_consumer_span_continues_the_trace_and_links_to_the_producer_span(
     opened: tuple[str, Settings], channel: str, spans: InMemorySpanExporter
 ) -> None:
     system, settings = opened
@@ -77,17 +80,20 @@ async def test_a_consumer_span_continues_and_links_to_its_producers(
             sent = await service.send(channel, 1)
         async with asyncio.timeout(60):
             await done.wait()
-    producer, consumer = only(spans, f"send {channel}"), only(spans, f"process {channel}")
+    producer, consumer = (
+        single_span(spans, f"send {channel}"),
+        single_span(spans, f"process {channel}"),
+    )
     assert (producer.kind, consumer.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
     assert producer.context is not None
     assert consumer.context is not None
     assert consumer.parent is not None
-    # One trace: the request, the send, the handler; the handler's span hangs on the send's.
-    whole = request.get_span_context().trace_id
-    assert {producer.context.trace_id, consumer.context.trace_id} == {whole}
+    # The request, the send and the handler call are one trace; the send is the handler's parent.
+    trace_id_of_request = request.get_span_context().trace_id
+    assert {producer.context.trace_id, consumer.context.trace_id} == {trace_id_of_request}
     assert consumer.parent.span_id == producer.context.span_id
     assert [link.context.span_id for link in consumer.links] == [producer.context.span_id]
-    assert seen[0].trace_id == f"{whole:032x}"
+    assert seen[0].trace_id == f"{trace_id_of_request:032x}"
     for span in (producer, consumer):
         attributes = dict(span.attributes or {})
         assert attributes["messaging.system"] == system
@@ -95,16 +101,16 @@ async def test_a_consumer_span_continues_and_links_to_its_producers(
         assert attributes["messaging.message.id"] == sent.message_id
 
 
-async def test_a_dead_letter_keeps_its_trace_and_its_replay_goes_on_with_it(
+async def test_a_dead_letter_keeps_its_trace_and_its_replay_continues_it(
     opened: tuple[str, Settings], channel: str, spans: InMemorySpanExporter
 ) -> None:
     _, settings = opened
-    mended = False
+    fixed = False
     done = asyncio.Event()
 
     @consume(channel)
     async def handle(body: int) -> None:
-        if not mended:
+        if not fixed:
             raise Reject("negative total")
         done.set()
 
@@ -112,9 +118,9 @@ async def test_a_dead_letter_keeps_its_trace_and_its_replay_goes_on_with_it(
     service.register(handle)
     async with service:
         await service.send(channel, 1)
-        await buried(service, channel, 1)
+        await wait_for_dead_letters(service, channel, 1)
         (letter,) = await service.dead_letters(channel).list()
-        mended = True
+        fixed = True
         await service.dead_letters(channel).replay()
         async with asyncio.timeout(60):
             await done.wait()
@@ -152,7 +158,7 @@ async def test_sends_and_handler_calls_are_counted_and_timed(
     async with service:
         await service.send_many(channel, [1, 2])
         await service.send(channel, -1)
-        await buried(service, channel, 1)
+        await wait_for_dead_letters(service, channel, 1)
 
         async def all_handled() -> bool:
             return len(handled) == 2
@@ -169,17 +175,17 @@ async def test_sends_and_handler_calls_are_counted_and_timed(
     }
     assert consumed == {None: 2, "Reject": 1}
     (duration,) = found["messaging.client.operation.duration"]
-    assert duration.count == 2  # of sends, of one message or several
+    assert duration.count == 2  # one per send call, not per message
     assert duration.sum > 0
     assert sum(point.count for point in found["messaging.process.duration"]) == 3
-    assert "messaging.message.id" not in duration.attributes  # one series for each message
+    assert "messaging.message.id" not in duration.attributes  # would create a series per message
     (failed,) = found["qkit.messages.failed"]
     assert failed.value == 1
     assert [point.value for point in found["qkit.messages.dead_lettered"]] == [1]
     assert [point.value for point in found["qkit.messages.retried"]] == [0]
 
 
-async def test_a_send_that_fails_is_measured_with_its_error(
+async def test_a_failed_send_is_recorded_with_its_error(
     tmp_path: Path, reader: InMemoryMetricReader
 ) -> None:
     from qkit import QueueFull

@@ -1,4 +1,4 @@
-"""Counters and the state of the connection."""
+"""Counters and connection state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from qkit.observability.events import Event, Events, Reconnected, StateChanged
 from qkit.observability.metrics import MAX_CHANNELS, OVERFLOW_CHANNEL, Counters
 
 
-class HandClock:
-    """A clock that a test sets; its wall is far from its monotonic time."""
+class ManualClock:
+    """Clock that the test sets; its wall time differs from its monotonic time."""
 
     now = 100.0
 
@@ -25,28 +25,28 @@ class HandClock:
 
 
 @pytest.fixture
-def clock() -> HandClock:
-    return HandClock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def heard() -> list[Event]:
+def events() -> list[Event]:
     return []
 
 
 @pytest.fixture
-def connection(clock: HandClock, heard: list[Event]) -> ConnectionTracker:
-    events = Events()
-    events.on("state_change", heard.append)
-    events.on("reconnected", heard.append)
-    return ConnectionTracker(events, clock, "faulty")
+def connection(clock: ManualClock, events: list[Event]) -> ConnectionTracker:
+    emitter = Events()
+    emitter.on("state_change", events.append)
+    emitter.on("reconnected", events.append)
+    return ConnectionTracker(emitter, clock, "faulty")
 
 
 # -- counters --------------------------------------------------------------------------------
 
 
 @pytest.mark.proves("003-health-13")
-def test_totals_are_the_sums_of_the_channels() -> None:
+def test_totals_are_the_sums_over_all_channels() -> None:
     counters = Counters()
     for name, number in (("orders", 1), ("audit", 10)):
         for field in ("sent", "received", "failed", "retried", "dead_lettered", "in_flight"):
@@ -67,7 +67,7 @@ def test_a_snapshot_does_not_change() -> None:
     assert counters.snapshot().messages_sent == 1
 
 
-def test_beyond_a_thousand_channels_the_rest_is_counted_together() -> None:
+def test_channels_beyond_the_limit_are_counted_together() -> None:
     counters = Counters()
     for number in range(MAX_CHANNELS + 500):
         counters.for_channel(f"channel-{number}").sent += 1
@@ -79,25 +79,25 @@ def test_beyond_a_thousand_channels_the_rest_is_counted_together() -> None:
     assert metrics.messages_sent == MAX_CHANNELS + 501
 
 
-# -- the connection --------------------------------------------------------------------------
+# -- connection state ------------------------------------------------------------------------
 
 
 @pytest.mark.proves("003-health-6")
-def test_a_failure_disconnects_and_says_since_when_and_why(
-    connection: ConnectionTracker, clock: HandClock, heard: list[Event]
+def test_a_failure_sets_the_state_to_disconnected_with_its_time_and_error(
+    connection: ConnectionTracker, clock: ManualClock, events: list[Event]
 ) -> None:
     connection.transition_to(ConnectionState.CONNECTED)
-    heard.clear()
+    events.clear()
     connection.record_failure(ConnectionError("refused"))
     assert connection.state is ConnectionState.DISCONNECTED
     assert connection.last_error == "ConnectionError: refused"
     assert connection.disconnected_at == clock.time()
-    assert heard == [StateChanged("connected", "disconnected", "ConnectionError: refused")]
+    assert events == [StateChanged("connected", "disconnected", "ConnectionError: refused")]
 
 
 @pytest.mark.proves("003-health-7")
-def test_more_failures_change_the_error_and_not_the_time(
-    connection: ConnectionTracker, clock: HandClock, heard: list[Event]
+def test_further_failures_change_the_error_but_not_the_time_of_disconnection(
+    connection: ConnectionTracker, clock: ManualClock, events: list[Event]
 ) -> None:
     connection.transition_to(ConnectionState.CONNECTED)
     connection.record_failure(ConnectionError("refused"))
@@ -106,35 +106,35 @@ def test_more_failures_change_the_error_and_not_the_time(
     connection.record_failure(ConnectionError("still refused"))
     assert connection.last_error == "ConnectionError: still refused"
     assert connection.disconnected_at == since
-    assert len(heard) == 2
+    assert len(events) == 2
 
 
-def test_when_it_works_again_that_is_told_with_the_time_it_took(
-    connection: ConnectionTracker, clock: HandClock, heard: list[Event]
+def test_a_success_after_a_failure_emits_reconnected_with_the_duration(
+    connection: ConnectionTracker, clock: ManualClock, events: list[Event]
 ) -> None:
     connection.transition_to(ConnectionState.CONNECTED)
     connection.record_failure(ConnectionError("refused"))
-    heard.clear()
+    events.clear()
     clock.now += 12.5
     connection.record_success()
     connection.record_success()
-    assert heard == [StateChanged("disconnected", "connected"), Reconnected(12.5)]
+    assert events == [StateChanged("disconnected", "connected"), Reconnected(12.5)]
     assert connection.disconnected_at is None
 
 
-def test_a_first_connection_is_no_reconnection(
-    connection: ConnectionTracker, heard: list[Event]
+def test_the_first_connection_does_not_emit_reconnected(
+    connection: ConnectionTracker, events: list[Event]
 ) -> None:
     connection.transition_to(ConnectionState.CONNECTING)
     connection.record_failure(ConnectionError("refused"))
     assert connection.disconnected_at is not None
     connection.transition_to(ConnectionState.CONNECTING)
     connection.transition_to(ConnectionState.CONNECTED)
-    assert not any(isinstance(event, Reconnected) for event in heard)
+    assert not any(isinstance(event, Reconnected) for event in events)
 
 
-def test_what_happens_while_it_closes_does_not_open_it_again(
-    connection: ConnectionTracker, heard: list[Event]
+def test_a_success_while_closing_does_not_reconnect(
+    connection: ConnectionTracker, events: list[Event]
 ) -> None:
     connection.transition_to(ConnectionState.CONNECTED)
     connection.transition_to(ConnectionState.CLOSING)
@@ -162,8 +162,8 @@ def test_every_transition_is_logged_with_its_fields(
 
 
 @pytest.mark.proves("003-health-4")
-def test_carrying_a_message_is_the_last_success(
-    connection: ConnectionTracker, clock: HandClock
+def test_recording_a_message_sets_the_last_success(
+    connection: ConnectionTracker, clock: ManualClock
 ) -> None:
     connection.record_message()
     assert connection.last_success_at == clock.time()

@@ -1,4 +1,4 @@
-"""The monitor: what it asks of the broker, and what it tells of the loop."""
+"""Monitor of the connection and of the event loop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from qkit.testing.clock import VirtualClock
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
 
 
-class Watched:
-    """A connection that a monitor looks after."""
+class MonitoredBackend:
+    """Backend with its connection tracker and monitor."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.backend = FaultyBackend(clock)
@@ -30,48 +30,48 @@ class Watched:
 
 
 @pytest_asyncio.fixture
-async def watched(virtual_clock: VirtualClock) -> AsyncIterator[Watched]:
-    watched = Watched(virtual_clock)
-    await watched.backend.start()
-    watched.monitor.start()
+async def monitored(virtual_clock: VirtualClock) -> AsyncIterator[MonitoredBackend]:
+    monitored = MonitoredBackend(virtual_clock)
+    await monitored.backend.start()
+    monitored.monitor.start()
     await asyncio.sleep(0)
-    yield watched
-    await watched.monitor.stop()
-    await watched.backend.aclose()
+    yield monitored
+    await monitored.monitor.stop()
+    await monitored.backend.aclose()
 
 
-async def test_it_hears_of_an_outage_and_of_its_end(
-    watched: Watched, virtual_clock: VirtualClock
+async def test_an_outage_and_its_end_change_the_connection_state(
+    monitored: MonitoredBackend, virtual_clock: VirtualClock
 ) -> None:
-    for fault in (BackendUnavailable("gone"), BLACK_HOLE, OSError("not even ours")):
-        watched.backend.always("ping", fault)
+    for fault in (BackendUnavailable("connection refused"), BLACK_HOLE, OSError("untranslated")):
+        monitored.backend.always("ping", fault)
         await virtual_clock.advance(2 * PING_INTERVAL_SECONDS)
-        assert watched.state == "disconnected"
-        watched.backend.heal("ping")
+        assert monitored.state == "disconnected"
+        monitored.backend.heal("ping")
         await virtual_clock.advance(2 * PING_INTERVAL_SECONDS)
-        assert watched.state == "connected"
+        assert monitored.state == "connected"
 
 
-async def test_it_asks_no_more_once_it_was_stopped(
-    watched: Watched, virtual_clock: VirtualClock
+async def test_a_stopped_monitor_does_not_ping(
+    monitored: MonitoredBackend, virtual_clock: VirtualClock
 ) -> None:
     await virtual_clock.advance(3 * PING_INTERVAL_SECONDS)
-    asked = watched.backend.count("ping")
-    assert asked >= 2
-    await watched.monitor.stop()
-    await watched.monitor.stop()
+    pings = monitored.backend.count("ping")
+    assert pings >= 2
+    await monitored.monitor.stop()
+    await monitored.monitor.stop()
     await virtual_clock.advance(3 * PING_INTERVAL_SECONDS)
-    assert watched.backend.count("ping") == asked
-    assert watched.monitor.seconds_since_last_run == 0.0
+    assert monitored.backend.count("ping") == pings
+    assert monitored.monitor.seconds_since_last_run == 0.0
 
 
-async def test_a_loop_that_does_not_turn_is_seen(
-    watched: Watched, virtual_clock: VirtualClock
+async def test_a_blocked_event_loop_shows_in_the_seconds_since_the_last_run(
+    monitored: MonitoredBackend, virtual_clock: VirtualClock
 ) -> None:
     await virtual_clock.advance(5 * PING_INTERVAL_SECONDS)
-    assert watched.monitor.seconds_since_last_run <= PING_INTERVAL_SECONDS
+    assert monitored.monitor.seconds_since_last_run <= PING_INTERVAL_SECONDS
     now = virtual_clock.monotonic()
-    blocked = Monitor(watched.backend, watched.connection, virtual_clock)
-    assert blocked.seconds_since_last_run == 0.0, "not begun"
-    blocked._turned_at = now - 7.0
+    blocked = Monitor(monitored.backend, monitored.connection, virtual_clock)
+    assert blocked.seconds_since_last_run == 0.0, "expected 0 before the start"
+    blocked._last_run_at = now - 7.0
     assert blocked.seconds_since_last_run == 7.0

@@ -1,4 +1,4 @@
-"""Spans and trace context, and silence where nobody asked for them."""
+"""Spans and trace context, with and without a tracer provider."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """A provider for this test alone: OpenTelemetry lets a process set one only once."""
+    """Exporter of a tracer provider that is set for this test only.
+
+    It is set through a private name, because OpenTelemetry accepts only one provider per process.
+    """
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -35,18 +38,18 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-def service(*handlers: object, clock: VirtualClock) -> QueueService:
-    made = QueueService(
+def make_service(*handlers: object, clock: VirtualClock) -> QueueService:
+    service = QueueService(
         Settings(type="native", retry={"jitter": 0}),
         backend=FaultyBackend(clock, name="native"),
         clock=clock,
     )
     for handler in handlers:
-        made.register(handler)
-    return made
+        service.register(handler)
+    return service
 
 
-def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+def spans_named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
     return [span for span in exporter.get_finished_spans() if span.name == name]
 
 
@@ -55,7 +58,7 @@ def ids(span: ReadableSpan) -> tuple[int, int]:
     return span.context.trace_id, span.context.span_id
 
 
-async def test_a_send_and_its_handling_are_one_trace(
+async def test_a_send_and_its_handler_call_are_one_trace(
     virtual_clock: VirtualClock, exporter: InMemorySpanExporter
 ) -> None:
     seen: list[Message] = []
@@ -64,11 +67,11 @@ async def test_a_send_and_its_handling_are_one_trace(
     async def handle(body: int, message: Message) -> None:
         seen.append(message)
 
-    async with service(handle, clock=virtual_clock) as running:
+    async with make_service(handle, clock=virtual_clock) as running:
         sent = await running.send("orders", 1)
         await virtual_clock.advance(1)
-    (producer,) = named(exporter, "send orders")
-    (consumer,) = named(exporter, "process orders")
+    (producer,) = spans_named(exporter, "send orders")
+    (consumer,) = spans_named(exporter, "process orders")
     assert producer.kind is SpanKind.PRODUCER
     assert consumer.kind is SpanKind.CONSUMER
     assert consumer.parent is not None
@@ -88,73 +91,73 @@ async def test_a_send_and_its_handling_are_one_trace(
     assert str(attributes["messaging.consumer.group.name"]).endswith("handle")
 
 
-async def test_a_failed_attempt_is_an_error_on_its_span_and_every_attempt_has_one(
+async def test_each_attempt_has_a_span_that_records_its_error(
     virtual_clock: VirtualClock, exporter: InMemorySpanExporter
 ) -> None:
     @consume("orders")
     async def fail(body: int) -> None:
         raise ValueError("negative total")
 
-    async with service(fail, clock=virtual_clock) as running:
+    async with make_service(fail, clock=virtual_clock) as running:
         await running.send("orders", 1)
         await virtual_clock.advance(60)
         (letter,) = await running.dead_letters("orders").list()
-    spans = named(exporter, "process orders")
+    spans = spans_named(exporter, "process orders")
     assert [span.status.status_code for span in spans] == [StatusCode.ERROR] * 3
     assert all(span.events[0].name == "exception" for span in spans)
     assert len({ids(span)[0] for span in spans}) == 1
     assert letter.trace_id == f"{ids(spans[0])[0]:032x}"
 
 
-async def test_a_batch_links_to_each_of_its_senders(
+async def test_a_batch_links_to_each_of_its_sends(
     virtual_clock: VirtualClock, exporter: InMemorySpanExporter
 ) -> None:
     @consume("orders", batch_size=3, batch_wait=5)
     async def handle(bodies: list[int]) -> None: ...
 
-    async with service(handle, clock=virtual_clock) as running:
+    async with make_service(handle, clock=virtual_clock) as running:
         for number in range(3):
             await running.send("orders", number)
         await virtual_clock.advance(10)
-    (consumer,) = named(exporter, "process orders")
-    producers = named(exporter, "send orders")
+    (consumer,) = spans_named(exporter, "process orders")
+    producers = spans_named(exporter, "send orders")
     assert consumer.parent is None
     assert {link.context.span_id for link in consumer.links} == {ids(span)[1] for span in producers}
     assert dict(consumer.attributes or {})["messaging.batch.message_count"] == 3
 
 
-async def test_many_messages_sent_at_once_share_a_span(
+async def test_messages_sent_together_share_a_span(
     virtual_clock: VirtualClock, exporter: InMemorySpanExporter
 ) -> None:
-    async with service(clock=virtual_clock) as running:
+    async with make_service(clock=virtual_clock) as running:
         await running.send_many("orders", range(3))
         messages = await running.peek("orders")
-    (producer,) = named(exporter, "send orders")
+    (producer,) = spans_named(exporter, "send orders")
     assert {message.trace_id for message in messages} == {f"{ids(producer)[0]:032x}"}
     assert dict(producer.attributes or {})["messaging.batch.message_count"] == 3
 
 
-async def test_a_trace_that_the_sender_brings_along_is_kept(
+async def test_a_traceparent_header_of_the_caller_is_kept(
     virtual_clock: VirtualClock, exporter: InMemorySpanExporter
 ) -> None:
-    async with service(clock=virtual_clock) as running:
+    async with make_service(clock=virtual_clock) as running:
         await running.send("orders", 1, headers={"traceparent": TRACEPARENT})
         (message,) = await running.peek("orders")
     assert message.headers["traceparent"] == TRACEPARENT
 
 
-async def test_a_send_belongs_to_the_span_around_it(
+async def test_a_send_is_a_child_of_the_current_span(
     virtual_clock: VirtualClock, exporter: InMemorySpanExporter
 ) -> None:
-    async with service(clock=virtual_clock) as running:
+    async with make_service(clock=virtual_clock) as running:
         with trace.get_tracer("app").start_as_current_span("request") as request:
             await running.send("orders", 1)
-    (producer,) = named(exporter, "send orders")
+    (producer,) = spans_named(exporter, "send orders")
     assert producer.parent is not None
     assert producer.parent.span_id == request.get_span_context().span_id
 
 
-async def test_a_message_without_a_trace_begins_one(
+async def test_a_message_without_a_trace_starts_a_new_trace(
     virtual_clock: VirtualClock, exporter: InMemorySpanExporter
 ) -> None:
     done = asyncio.Event()
@@ -163,7 +166,7 @@ async def test_a_message_without_a_trace_begins_one(
     async def handle(body: int) -> None:
         done.set()
 
-    running = service(handle, clock=virtual_clock)
+    running = make_service(handle, clock=virtual_clock)
     async with running:
         telemetry = running._runtime.wiring.telemetry
         telemetry._tracer, tracer = None, telemetry._tracer
@@ -171,13 +174,13 @@ async def test_a_message_without_a_trace_begins_one(
         telemetry._tracer = tracer
         await done.wait()
         await virtual_clock.advance(0)
-    (consumer,) = named(exporter, "process orders")
+    (consumer,) = spans_named(exporter, "process orders")
     assert consumer.parent is None
     assert consumer.links == ()
 
 
 async def test_without_a_provider_no_header_is_written(virtual_clock: VirtualClock) -> None:
-    async with service(clock=virtual_clock) as running:
+    async with make_service(clock=virtual_clock) as running:
         await running.send("orders", 1)
         (message,) = await running.peek("orders")
     assert message.headers == {}
@@ -214,14 +217,14 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("opentel
 """
 
 
-def test_a_program_without_a_provider_does_not_even_import_opentelemetry() -> None:
+def test_a_program_without_a_provider_does_not_import_opentelemetry() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
     )
     assert json.loads(ran.stdout) == []
 
 
-async def test_the_trace_of_a_synchronous_handler_goes_on_in_what_it_sends(
+async def test_a_send_in_a_synchronous_handler_continues_its_trace(
     virtual_clock: VirtualClock, exporter: InMemorySpanExporter
 ) -> None:
     headers: list[str] = []
@@ -229,19 +232,19 @@ async def test_the_trace_of_a_synchronous_handler_goes_on_in_what_it_sends(
     @consume("orders")
     def place(number: int) -> None:
         with trace.get_tracer("test").start_as_current_span("in the handler"):
-            made.sync.send("invoices", number)
+            service.sync.send("invoices", number)
 
     @consume("invoices")
     async def bill(number: int, message: Message) -> None:
         headers.append(message.headers["traceparent"])
 
-    made = service(place, bill, clock=virtual_clock)
-    async with made:
-        await made.send("orders", 1)
+    service = make_service(place, bill, clock=virtual_clock)
+    async with service:
+        await service.send("orders", 1)
         await eventually(lambda: headers)
-    (handling,) = named(exporter, "process orders")
-    (inner,) = named(exporter, "in the handler")
-    (sending,) = named(exporter, "send invoices")
+    (handling,) = spans_named(exporter, "process orders")
+    (inner,) = spans_named(exporter, "in the handler")
+    (sending,) = spans_named(exporter, "send invoices")
     assert inner.parent is not None
     assert sending.parent is not None
     assert (inner.parent.trace_id, inner.parent.span_id) == ids(handling)

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of reliability: servers to harm, workers to kill."""
+"""Fixtures of the reliability tests: private servers and worker processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.carriers import Carrier, Servers, Site
+from tests.support.deployments import Deployment, Servers, Site
 from tests.support.workers import Workers
 
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
-    """Worker processes, all ended with the run."""
+    """Worker processes that are killed at the end of the run."""
     workers = Workers()
     yield workers
     workers.close()
@@ -22,7 +22,7 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture(scope="session")
 def servers(workers: Workers) -> Iterator[Servers]:
-    """Private servers, all ended with the run."""
+    """Private servers that are stopped at the end of the run."""
     servers = Servers(workers)
     yield servers
     servers.close()
@@ -30,8 +30,8 @@ def servers(workers: Workers) -> Iterator[Servers]:
 
 @pytest.fixture
 def site(request: pytest.FixtureRequest, servers: Servers) -> Iterator[Site]:
-    """The carrier of this case (see ``on``) with a server that runs."""
-    assert isinstance(request.param, Carrier)
-    # Not tmp_path: the path of a Unix socket has to be short.
+    """Site for the deployment of this test case (see ``on``), with its server running."""
+    assert isinstance(request.param, Deployment)
+    # Not tmp_path, because the path of a Unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="qkit-") as directory:
         yield from Site.open(request.param, servers, Path(directory) / "queues")

@@ -1,4 +1,4 @@
-"""A ``receive`` that is cancelled while its answer is on the way loses nothing."""
+"""Cancelled ``receive`` calls: no message is lost, even while a reply is in flight."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from qkit._internal.ids import new_id
 from qkit.backend import Backend, Delivery, QueueSpec, Subscription, SubscriptionSpec
 from qkit.message import Envelope
-from tests.support.carriers import Site, behind_a_network, on, redelivers
+from tests.support.deployments import Site, behind_a_network, on, redelivers
 
-QUIET = 1.5  # seconds after which nothing more can be on its way
+QUIET_SECONDS = 1.5  # how long to wait for messages when none are expected
 
 
 @asynccontextmanager
@@ -43,7 +43,7 @@ async def publish(site: Site, backend: Backend, count: int = 1) -> list[str]:
 
 
 async def cancel(receiving: asyncio.Task[list[Delivery]]) -> list[Delivery]:
-    """Cancel a receive; what it brought if it was done before."""
+    """Cancel a receive and return its deliveries, if it had already finished."""
     receiving.cancel()
     try:
         return await receiving
@@ -58,42 +58,42 @@ async def acknowledge(subscription: Subscription, deliveries: list[Delivery]) ->
 
 
 async def take_all(subscription: Subscription, wanted: int) -> list[str]:
-    """What is left: at least so many, or whatever comes while it is quiet."""
+    """Receive and ack ``wanted`` messages; with 0, all that arrive within ``QUIET_SECONDS``."""
     found: list[str] = []
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(15 if wanted else QUIET):
+        async with asyncio.timeout(15 if wanted else QUIET_SECONDS):
             while len(found) < wanted or not wanted:
                 found += await acknowledge(subscription, await subscription.receive(10))
     return found
 
 
 async def cancel_at_the_moment_of_arrival(site: Site, rounds: int, seed: int) -> None:
-    """Messages arrive while the receive for them is cancelled, by themselves or in bursts."""
-    print(f"{site.carrier} seed {seed}")
-    dice = random.Random(seed)
+    """Cancel receives while messages arrive, one by one or in bursts; check that none is lost."""
+    print(f"{site.deployment} seed {seed}")
+    rng = random.Random(seed)
     async with started(site.backend()) as backend:
         await backend.declare(QueueSpec(name=site.queue))
         sent: list[str] = []
         got: list[str] = []
-        async with subscribe(site, backend, "impatient") as subscription:
+        async with subscribe(site, backend, "first") as subscription:
             for _ in range(rounds):
                 receiving = asyncio.create_task(subscription.receive(5))
-                await asyncio.sleep(dice.choice([0, 0.01, 0.05]))
-                publishing = asyncio.create_task(publish(site, backend, dice.choice([1, 1, 4])))
-                await asyncio.sleep(dice.random() * dice.choice([0, 0.001, 0.004]))
+                await asyncio.sleep(rng.choice([0, 0.01, 0.05]))
+                publishing = asyncio.create_task(publish(site, backend, rng.choice([1, 1, 4])))
+                await asyncio.sleep(rng.random() * rng.choice([0, 0.001, 0.004]))
                 got += await acknowledge(subscription, await cancel(receiving))
                 sent += await publishing
             got += await take_all(subscription, len(sent) - len(got))
-        # Whoever comes later must find nothing: neither forgotten by the first, nor kept for it.
-        async with subscribe(site, backend, "patient") as subscription:
+        # A second consumer receives any message that the first still holds: there must be none.
+        async with subscribe(site, backend, "second") as subscription:
             got += await take_all(subscription, 0)
     assert Counter(got) == Counter(sent)
 
 
 async def cancel_with_the_reply_in_flight(site: Site, rounds: int, seed: int) -> None:
-    """The server has answered, the answer is held back, and the receive is cancelled."""
-    print(f"{site.carrier} seed {seed}")
-    dice = random.Random(seed)
+    """Cancel receives while a proxy holds back the reply; check that no message is lost."""
+    print(f"{site.deployment} seed {seed}")
+    rng = random.Random(seed)
     proxy = site.proxy
     assert proxy is not None
     async with (
@@ -103,25 +103,25 @@ async def cancel_with_the_reply_in_flight(site: Site, rounds: int, seed: int) ->
         await publisher.declare(QueueSpec(name=site.queue))
         sent: list[str] = []
         got: list[str] = []
-        async with subscribe(site, backend, "impatient") as subscription:
+        async with subscribe(site, backend, "first") as subscription:
             for _ in range(rounds):
                 receiving = asyncio.create_task(subscription.receive(5))
-                await asyncio.sleep(dice.choice([0.02, 0.1]))  # it asks, or is parked
+                await asyncio.sleep(rng.choice([0.02, 0.1]))  # until the request is sent
                 proxy.hold_replies()
-                sent += await publish(site, publisher, dice.choice([1, 1, 4]))
-                await asyncio.sleep(0.03)  # the server answers into the proxy
-                brought = await cancel(receiving)
+                sent += await publish(site, publisher, rng.choice([1, 1, 4]))
+                await asyncio.sleep(0.03)  # until the reply has reached the proxy
+                delivered = await cancel(receiving)
                 proxy.heal()
-                got += await acknowledge(subscription, brought)
+                got += await acknowledge(subscription, delivered)
             got += await take_all(subscription, len(sent) - len(got))
-        async with subscribe(site, publisher, "patient") as subscription:
+        async with subscribe(site, publisher, "second") as subscription:
             got += await take_all(subscription, 0)
     assert Counter(got) == Counter(sent)
 
 
 async def leave_with_the_reply_in_flight(site: Site, rounds: int, seed: int) -> None:
-    """The same, and the subscription itself is left while the answer is on its way."""
-    print(f"{site.carrier} seed {seed}")
+    """Close subscriptions while a proxy holds back the reply; check that no message is lost."""
+    print(f"{site.deployment} seed {seed}")
     proxy = site.proxy
     assert proxy is not None
     async with (
@@ -134,13 +134,15 @@ async def leave_with_the_reply_in_flight(site: Site, rounds: int, seed: int) -> 
         for turn in range(rounds):
             leaving = asyncio.Event()
 
-            async def come_and_go(turn: int = turn, leaving: asyncio.Event = leaving) -> None:
-                async with subscribe(site, backend, f"passing-{turn}") as subscription:
+            async def subscribe_and_cancel(
+                turn: int = turn, leaving: asyncio.Event = leaving
+            ) -> None:
+                async with subscribe(site, backend, f"consumer-{turn}") as subscription:
                     receiving = asyncio.create_task(subscription.receive(5))
                     await leaving.wait()
                     await cancel(receiving)
 
-            passing = asyncio.create_task(come_and_go())
+            subscriber = asyncio.create_task(subscribe_and_cancel())
             await asyncio.sleep(0.1)
             proxy.hold_replies()
             sent += await publish(site, publisher)
@@ -148,10 +150,10 @@ async def leave_with_the_reply_in_flight(site: Site, rounds: int, seed: int) -> 
             leaving.set()
             await asyncio.sleep(0.03)
             proxy.heal()
-            await passing
-        async with subscribe(site, publisher, "patient") as subscription:
+            await subscriber
+        async with subscribe(site, publisher, "second") as subscription:
             got += await take_all(subscription, len(sent) - len(got))
-    # Nobody acknowledged those that were on their way: they come again, and none is missing.
+    # No message was acknowledged, so all are redelivered.
     assert Counter(got) == Counter(sent)
 
 
@@ -159,36 +161,48 @@ SEED = 2**32
 
 
 @on(redelivers)
-async def test_five_receives_cancelled_as_messages_arrive(site: Site) -> None:
+async def test_no_message_is_lost_when_receives_are_cancelled_as_messages_arrive(
+    site: Site,
+) -> None:
     await cancel_at_the_moment_of_arrival(site, 15, random.randrange(SEED))
 
 
 @on(redelivers, behind_a_network)
-async def test_five_receives_cancelled_with_the_reply_in_flight(site: Site) -> None:
+async def test_no_message_is_lost_when_receives_are_cancelled_with_the_reply_in_flight(
+    site: Site,
+) -> None:
     await cancel_with_the_reply_in_flight(site, 5, random.randrange(SEED))
 
 
 @on(redelivers, behind_a_network)
-async def test_five_subscriptions_left_with_the_reply_in_flight(site: Site) -> None:
+async def test_no_message_is_lost_when_subscriptions_are_closed_with_the_reply_in_flight(
+    site: Site,
+) -> None:
     await leave_with_the_reply_in_flight(site, 5, random.randrange(SEED))
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(600)
 @on(redelivers)
-async def test_many_receives_cancelled_as_messages_arrive(site: Site) -> None:
+async def test_no_message_is_lost_when_many_receives_are_cancelled_as_messages_arrive(
+    site: Site,
+) -> None:
     await cancel_at_the_moment_of_arrival(site, 500, random.randrange(SEED))
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(600)
 @on(redelivers, behind_a_network)
-async def test_fifty_receives_cancelled_with_the_reply_in_flight(site: Site) -> None:
+async def test_no_message_is_lost_when_fifty_receives_are_cancelled_with_the_reply_in_flight(
+    site: Site,
+) -> None:
     await cancel_with_the_reply_in_flight(site, 50, random.randrange(SEED))
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(600)
 @on(redelivers, behind_a_network)
-async def test_fifty_subscriptions_left_with_the_reply_in_flight(site: Site) -> None:
+async def test_no_message_is_lost_when_fifty_subscriptions_are_closed_with_the_reply_in_flight(
+    site: Site,
+) -> None:
     await leave_with_the_reply_in_flight(site, 50, random.randrange(SEED))

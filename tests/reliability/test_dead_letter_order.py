@@ -1,4 +1,4 @@
-"""A message that fails for good is in the dead letters before it is acknowledged."""
+"""A dead letter is confirmed before its message is acknowledged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qkit._internal.ids import new_id
 from qkit.backend import Backend, Delivery, Subscription
 from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Sent
-from tests.support.carriers import Site, in_other_processes, keeps_dead_letters, on, redelivers
+from tests.support.deployments import Site, in_other_processes, keeps_dead_letters, on, redelivers
 from tests.support.waiting import eventually
 
 
@@ -24,7 +24,7 @@ class Order(BaseModel):
 
 
 class Recording(FaultInjectingBackend):
-    """Writes down, outside the process's own memory of it, what was confirmed and what is asked."""
+    """Backend that records confirmed dead letters and acks in a pipe, in order."""
 
     def __init__(self, inner: Backend, queue: str, log: int) -> None:
         super().__init__(inner)
@@ -43,7 +43,7 @@ class Recording(FaultInjectingBackend):
         await super().ack(subscription, delivery)
 
 
-async def letters_of(service: QueueService, site: Site, count: int) -> list[DeadLetter]:
+async def wait_for_letters(service: QueueService, site: Site, count: int) -> list[DeadLetter]:
     found: list[DeadLetter] = []
 
     async def enough() -> bool:
@@ -56,7 +56,6 @@ async def letters_of(service: QueueService, site: Site, count: int) -> list[Dead
 
 @on(keeps_dead_letters)
 async def test_a_dead_letter_is_confirmed_before_its_source_is_acknowledged(site: Site) -> None:
-    """With default settings: nobody has to ask for it."""
     log, out = os.pipe()
     called: list[int] = []
 
@@ -75,13 +74,15 @@ async def test_a_dead_letter_is_confirmed_before_its_source_is_acknowledged(site
     backend = Recording(site.backend(), site.queue, out)
     async with site.service(fail, backend=backend) as service:
         await backend.inner.publish(site.queue, list(poison.values()))
-        letters = await letters_of(service, site, len(poison))
+        letters = await wait_for_letters(service, site, len(poison))
         await eventually(lambda: service.metrics().messages_failed == len(poison))
         await eventually(lambda: service.metrics().in_flight == 0)
     order = os.read(log, 65_536).decode().splitlines()
     os.close(log)
     os.close(out)
-    assert called == [1, 1, 1], "three attempts for what a handler could take, none for the rest"
+    assert called == [1, 1, 1], (
+        "expected three attempts for the decodable message, none for the others"
+    )
     reasons = {letter.message_id: (letter.reason, bool(letter.error)) for letter in letters}
     bodies = {letter.message_id: letter.body for letter in letters}
     for name, envelope in poison.items():
@@ -89,23 +90,25 @@ async def test_a_dead_letter_is_confirmed_before_its_source_is_acknowledged(site
         assert reasons[envelope.id] == (wanted, True), name
         assert bodies[envelope.id] == envelope.body, name
         assert order.index(f"confirmed {envelope.id}") < order.index(f"ack {envelope.id}"), name
-    assert Counter(order).most_common(1)[0][1] == 1, "each once"
+    assert Counter(order).most_common(1)[0][1] == 1, "an event occurred more than once"
 
 
-@pytest.mark.parametrize("dies", ["before", "after"])
+@pytest.mark.parametrize("killed", ["before", "after"])
 @on(keeps_dead_letters, redelivers, in_other_processes)
-async def test_a_worker_killed_around_its_dead_letter_loses_nothing(site: Site, dies: str) -> None:
-    doomed = site.worker("die_around_a_dead_letter", dies=dies)
-    await doomed.said("ready")
+async def test_a_worker_killed_before_or_after_its_dead_letter_loses_nothing(
+    site: Site, killed: str
+) -> None:
+    killed_worker = site.worker("be_killed_around_a_dead_letter", killed=killed)
+    await killed_worker.reported("ready")
     async with site.service() as service:
         sent = await service.send(site.queue, {"n": 1, "do": "reject"})
-        assert await doomed.ended() == -signal.SIGKILL
+        assert await killed_worker.exited() == -signal.SIGKILL
         known = len(await service.dead_letters(site.queue).list())
-        assert known == (dies == "after")
+        assert known == (killed == "after")
         worker = site.worker("serve")
-        letters = await letters_of(service, site, known + 1)
-        # Between the copy and the ack a crash duplicates; it never loses.
+        letters = await wait_for_letters(service, site, known + 1)
+        # A crash between the dead letter and the ack duplicates the dead letter but loses nothing.
         assert {letter.message_id for letter in letters} == {sent.message_id}
         assert {letter.reason for letter in letters} == {"ExplicitNack"}
-        await worker.said("begin")  # what it says may be heard after the letter is seen
+        await worker.reported("begin")  # the report may arrive after the dead letter
         assert worker.numbers("begin") == [1]

@@ -1,6 +1,6 @@
-"""One service, unchanged on every backend, comes to the same outcomes and the same dead letters.
+"""A service has the same outcomes and dead letters on every backend.
 
-What must happen is written down here once, so that every backend is compared with all others.
+The expected results are defined once, and each backend is compared with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qkit import (
 from qkit._internal.ids import new_id
 from qkit.backend import Capabilities
 from qkit.message import TRACEPARENT, Envelope
-from tests.support.carriers import Carrier, Site, on
+from tests.support.deployments import Deployment, Site, on
 from tests.support.waiting import eventually
 
 
@@ -35,7 +35,7 @@ class Order(BaseModel):
 
 
 class Outcome(NamedTuple):
-    """One call of a handler, or of a batch handler for one of its members."""
+    """Outcome of one handler call, or of one message in a batch."""
 
     handler: str
     body: str
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 
 class Letter(NamedTuple):
-    """A dead letter without its ids and times."""
+    """Dead letter without ids and times."""
 
     channel: str
     group: str | None
@@ -61,17 +61,17 @@ class Letter(NamedTuple):
 
 
 class Shop:
-    """Its handlers, for channels whose names begin with ``prefix``."""
+    """Handlers of the service; the names of their channels start with ``prefix``."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.outcomes: list[Outcome] = []
 
-    def came(self, handler: str, body: str, attempt: int, outcome: str) -> None:
+    def record(self, handler: str, body: str, attempt: int, outcome: str) -> None:
         self.outcomes.append(Outcome(handler, body, attempt, outcome))
 
     def handlers(self, capabilities: Capabilities) -> list[object]:
-        """Those that the backend can run: what it cannot, it would refuse at the start."""
+        """Return the handlers that the backend supports; the others would fail at startup."""
         found = [self.orders(), self.timed()]
         if capabilities.batch:
             found.append(self.ticks())
@@ -80,7 +80,7 @@ class Shop:
         return found
 
     def orders(self) -> object:
-        came = self.came
+        record = self.record
 
         @channel(f"{self.prefix}.orders")
         class Orders:
@@ -90,27 +90,24 @@ class Shop:
             ) -> None:
                 assert tenant == "acme"
                 name, attempt = order.name, message.attempt
-                if name == "refused":
-                    came("place", name, attempt, "Reject")
-                    raise Reject("nobody sells that")
+                if name == "rejected":
+                    record("place", name, attempt, "Reject")
+                    raise Reject("not for sale")
                 if name == "broken" or (name == "flaky" and attempt < 3):
-                    came("place", name, attempt, "ValueError")
+                    record("place", name, attempt, "ValueError")
                     raise ValueError(f"{name} again")
                 if name == "patient" and attempt == 1:
-                    came("place", name, attempt, "Retry")
+                    record("place", name, attempt, "Retry")
                     raise Retry(delay=0.2)
-                came("place", name, attempt, "done")
+                record("place", name, attempt, "done")
 
         return Orders()
 
     def timed(self) -> object:
         @consume(f"{self.prefix}.timed", group="timed")
         def take_time(body: str, message: Message) -> None:
-            """One after the other, in a thread: the second waits longer than it may.
-
-            It waits in the broker or, where more is fetched ahead, in the process.
-            """
-            self.came("take_time", body, message.attempt, "done")
+            """Take so long that the second message expires in the queue or the prefetch buffer."""
+            self.record("take_time", body, message.attempt, "done")
             time.sleep(1.0)
 
         return take_time
@@ -123,7 +120,7 @@ class Shop:
                 bad = body == "bad tick" or (body == "late tick" and message.attempt == 1)
                 if bad:
                     failures[message.id] = ArithmeticError(body)
-                self.came("sum_up", body, message.attempt, "ArithmeticError" if bad else "done")
+                self.record("sum_up", body, message.attempt, "ArithmeticError" if bad else "done")
             if failures:
                 raise BatchError(failures)
 
@@ -134,7 +131,7 @@ class Shop:
             @consume(f"{self.prefix}.news", broadcast=True, group=group)
             async def read(body: str, message: Message) -> None:
                 bad = group == "critics" and body == "bad news"
-                self.came(f"read by {group}", body, message.attempt, "OSError" if bad else "done")
+                self.record(f"read by {group}", body, message.attempt, "OSError" if bad else "done")
                 if bad:
                     raise OSError("not printed")
 
@@ -144,27 +141,27 @@ class Shop:
 
 
 async def send_all(service: QueueService, site: Site) -> None:
-    """Everything that the shop is sent; the carrier's own way for what another program writes."""
+    """Send all messages; publish the undecodable one directly through the backend."""
     headers = {"tenant": "acme"}
     orders = f"{site.queue}.orders"
-    broadcasts = not site.carrier.capabilities.queues
+    broadcasts = not site.deployment.capabilities.queues
     send = service.publish if broadcasts else service.send
-    for name in ("fine", "flaky", "broken", "refused", "patient"):
+    for name in ("fine", "flaky", "broken", "rejected", "patient"):
         await send(orders, Order(name=name), headers=headers, key=f"of {name}")
     foreign = Envelope(new_id(), b"{not JSON", headers=dict(headers), key="foreign")
     await service._backend.publish(orders, [foreign])
     await send(f"{site.queue}.timed", "slow")
     await send(f"{site.queue}.timed", "expired", ttl=0.3, headers=headers)
-    if site.carrier.capabilities.batch:
+    if site.deployment.capabilities.batch:
         await service.send_many(
             f"{site.queue}.ticks", ["tick", "tick", "bad tick", "late tick"], headers=headers
         )
-    if site.carrier.capabilities.topics:
+    if site.deployment.capabilities.topics:
         for body in ("good news", "bad news"):
             await service.publish(f"{site.queue}.news", body, headers=headers)
 
 
-# -- what must come of it ----------------------------------------------------------------------
+# -- expected results --------------------------------------------------------------------------
 
 
 def expected_outcomes(capabilities: Capabilities) -> Counter[Outcome]:
@@ -176,7 +173,7 @@ def expected_outcomes(capabilities: Capabilities) -> Counter[Outcome]:
         Outcome("place", "broken", 1, "ValueError"),
         Outcome("place", "broken", 2, "ValueError"),
         Outcome("place", "broken", 3, "ValueError"),
-        Outcome("place", "refused", 1, "Reject"),
+        Outcome("place", "rejected", 1, "Reject"),
         Outcome("place", "patient", 1, "Retry"),
         Outcome("place", "patient", 2, "done"),
         Outcome("take_time", "slow", 1, "done"),
@@ -199,30 +196,30 @@ def expected_outcomes(capabilities: Capabilities) -> Counter[Outcome]:
     return Counter(wanted)
 
 
-def expected_letters(carrier: Carrier) -> Counter[Letter]:
+def expected_letters(deployment: Deployment) -> Counter[Letter]:
     headers = (("tenant", "acme"),)
     spent = "MaxRetriesExceeded"
 
     def group(name: str) -> str | None:
-        """A queue has one group, which needs no name; where all is broadcast each is named."""
-        return None if carrier.capabilities.queues else name
+        """Return the group of a dead letter: ``None`` for queues, the name for topics."""
+        return None if deployment.capabilities.queues else name
 
     wanted = [
         Letter("orders", group("orders"), spent, "ValueError", "broken again", 3,
                b'{"name":"broken"}', headers, "of broken"),
-        Letter("orders", group("orders"), "ExplicitNack", "Reject", "nobody sells that", 1,
-               b'{"name":"refused"}', headers, "of refused"),
+        Letter("orders", group("orders"), "ExplicitNack", "Reject", "not for sale", 1,
+               b'{"name":"rejected"}', headers, "of rejected"),
         Letter("orders", group("orders"), "Undecodable", "DecodeError", "…", 1,
                b"{not JSON", headers, "foreign"),
         Letter("timed", group("timed"), "TTLExpired", "TimeToLiveExpired", "…", 0,
                b'"expired"', headers, None),
     ]  # fmt: skip
-    if carrier.capabilities.batch:
+    if deployment.capabilities.batch:
         wanted.append(
             Letter("ticks", group("ticks"), spent, "ArithmeticError", "bad tick", 3,
                    b'"bad tick"', headers, None)
         )  # fmt: skip
-    if carrier.capabilities.topics:
+    if deployment.capabilities.topics:
         wanted.append(
             Letter("news", "critics", spent, "OSError", "not printed", 3,
                    b'"bad news"', headers, None)
@@ -231,14 +228,14 @@ def expected_letters(carrier: Carrier) -> Counter[Letter]:
 
 
 def without_ids_and_times(letter: DeadLetter, prefix: str) -> Letter:
-    own_words = letter.reason in ("Undecodable", "TTLExpired")  # not the handler's: they may vary
+    varies = letter.reason in ("Undecodable", "TTLExpired")  # the text depends on the backend
     headers = {name: value for name, value in letter.headers.items() if name != TRACEPARENT}
     return Letter(
         letter.channel.removeprefix(f"{prefix}."),
         letter.group,
         letter.reason,
         letter.error_type,
-        "…" if own_words and letter.error else letter.error,
+        "…" if varies and letter.error else letter.error,
         letter.attempts,
         letter.body,
         tuple(sorted(headers.items())),
@@ -246,15 +243,15 @@ def without_ids_and_times(letter: DeadLetter, prefix: str) -> Letter:
     )
 
 
-def everywhere(_: Carrier) -> bool:
+def everywhere(_: Deployment) -> bool:
     return True
 
 
 @on(everywhere, variants=True)
-async def test_the_same_service_has_equal_outcomes(site: Site) -> None:
+async def test_a_service_has_the_same_outcomes_on_every_backend(site: Site) -> None:
     shop = Shop(site.queue)
-    capabilities = site.carrier.capabilities
-    outcomes, letters = expected_outcomes(capabilities), expected_letters(site.carrier)
+    capabilities = site.deployment.capabilities
+    outcomes, letters = expected_outcomes(capabilities), expected_letters(site.deployment)
     service = site.service(
         *shop.handlers(capabilities),
         retry={"max_attempts": 3, "initial_delay": 0.1, "jitter": 0.0},
@@ -275,7 +272,7 @@ async def test_the_same_service_has_equal_outcomes(site: Site) -> None:
     async with service:
         await send_all(service, site)
         await eventually(enough, within=60)
-        await asyncio.sleep(0.5)  # for what should not come
+        await asyncio.sleep(0.5)  # time for unexpected messages to arrive
         await look()
     assert Counter(shop.outcomes) == outcomes
     assert Counter(found) == letters

@@ -1,4 +1,4 @@
-"""Network faults: consumers reconnect within 10 s, and every send is told its true outcome."""
+"""Network faults: consumers recover within 10 seconds, and every send ends in time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from qkit import QueueError, QueueService, consume
-from tests.support.carriers import Site, behind_a_network, on
+from tests.support.deployments import Site, behind_a_network, on
 from tests.support.proxy import Proxy
 from tests.support.waiting import eventually, scaled
 
-AGAIN = 10.0  # seconds after the network healed in which a consumer must be back
+RECOVERY_SECONDS = 10.0  # limit from the end of the fault until the consumer works again
 SEND_TIMEOUT = 1.0
-LATE = 10.0  # seconds by which a busy machine may report a timeout late
+TOLERANCE_SECONDS = 10.0  # extra time that a busy machine may take to report a timeout
 
 
 def reset(proxy: Proxy) -> None:
@@ -35,7 +35,7 @@ def refuse(proxy: Proxy) -> None:
 
 
 def black_hole(proxy: Proxy) -> None:
-    """Packets get lost for a while; then TCP goes on where it was."""
+    """Drop packets for two seconds; TCP then resumes the connections."""
     proxy.black_hole()
     time.sleep(2)
     proxy.heal()
@@ -48,7 +48,7 @@ def long_black_hole(proxy: Proxy) -> None:
 
 
 def forgotten_connections(proxy: Proxy) -> None:
-    """As behind a firewall that lost its table: old connections stay silent for ever."""
+    """Drop open connections silently, like a firewall that lost its state table."""
     proxy.black_hole()
     time.sleep(1)
     proxy.heal(forget=True)
@@ -59,8 +59,8 @@ Fault = Callable[[Proxy], None]
 
 
 @dataclass
-class Consuming:
-    """A service that consumes and sends through the proxy, and one that sends past it."""
+class ConsumerUnderTest:
+    """Service that consumes and sends through a proxy, and a service that sends directly."""
 
     site: Site
     proxy: Proxy
@@ -68,14 +68,14 @@ class Consuming:
     sender: QueueService
     handled: list[int]
     busy: bool
-    _tried: int = 0
+    _sent_through_proxy: int = 0
     sent: list[int] = field(default_factory=list)
-    confirmed: set[int] = field(default_factory=set)  # of those sent through the proxy
+    confirmed: set[int] = field(default_factory=set)  # sent through the proxy
 
-    async def send_through(self) -> bool:
-        """Send through the proxy; whether it was confirmed. Its numbers are below zero."""
-        self._tried -= 1
-        number = self._tried
+    async def send_through_proxy(self) -> bool:
+        """Send a negative number through the proxy; return whether it was confirmed."""
+        self._sent_through_proxy -= 1
+        number = self._sent_through_proxy
         try:
             await self.consumer.send(self.site.queue, number)
         except QueueError:
@@ -89,12 +89,12 @@ class Consuming:
         self.sent.append(number)
         return number
 
-    async def proves_itself(self, within: float) -> None:
-        """It handles what is sent from now on, is ready, and the broker counts it."""
+    async def wait_until_healthy(self, within: float) -> None:
+        """Wait until the consumer handles new messages and is ready, and the broker lists it."""
         first = len(self.sent)
 
         async def consumes() -> bool:
-            await self.send()  # again and again: where nothing is kept, one that is early is lost
+            await self.send()  # on each check, because pub/sub loses messages without a subscriber
             handles = max(self.handled, default=-1) >= first
             return handles and self.consumer.ready and await self.site.consumers() == 1
 
@@ -102,8 +102,8 @@ class Consuming:
 
 
 @asynccontextmanager
-async def consuming(site: Site, busy: bool) -> AsyncIterator[Consuming]:
-    """Everything is well when it begins."""
+async def consuming(site: Site, busy: bool) -> AsyncIterator[ConsumerUnderTest]:
+    """Start a consumer and a sender, and wait until both work."""
     assert site.proxy is not None
     handled: list[int] = []
 
@@ -117,14 +117,14 @@ async def consuming(site: Site, busy: bool) -> AsyncIterator[Consuming]:
         ) as consumer,
         site.service() as sender,
     ):
-        trial = Consuming(site, site.proxy, consumer, sender, handled, busy)
-        await trial.proves_itself(60)
-        await eventually(trial.send_through)
-        yield trial
+        subject = ConsumerUnderTest(site, site.proxy, consumer, sender, handled, busy)
+        await subject.wait_until_healthy(60)
+        await eventually(subject.send_through_proxy)
+        yield subject
 
 
-async def fault_and_recovery(trial: Consuming, fault: Fault) -> None:
-    """The fault falls into a steady stream of messages, or finds the consumer waiting."""
+async def fault_and_recovery(subject: ConsumerUnderTest, fault: Fault) -> None:
+    """Inject a fault under load or while idle; check that the consumer recovers without loss."""
     healed = asyncio.Event()
 
     async def stream(send: Callable[[], Awaitable[object]]) -> None:
@@ -133,16 +133,16 @@ async def fault_and_recovery(trial: Consuming, fault: Fault) -> None:
             await asyncio.sleep(0.01)
 
     async with asyncio.TaskGroup() as tasks:
-        if trial.busy:
-            tasks.create_task(stream(trial.send))
-            tasks.create_task(stream(trial.send_through))
+        if subject.busy:
+            tasks.create_task(stream(subject.send))
+            tasks.create_task(stream(subject.send_through_proxy))
             await asyncio.sleep(0.1)
-        await asyncio.to_thread(fault, trial.proxy)
+        await asyncio.to_thread(fault, subject.proxy)
         healed.set()
-    await trial.proves_itself(scaled(AGAIN))
-    await eventually(trial.send_through, scaled(AGAIN))
-    if trial.site.carrier.capabilities.redelivery:
-        await eventually(lambda: {*trial.sent, *trial.confirmed} <= set(trial.handled))
+    await subject.wait_until_healthy(scaled(RECOVERY_SECONDS))
+    await eventually(subject.send_through_proxy, scaled(RECOVERY_SECONDS))
+    if subject.site.deployment.capabilities.redelivery:
+        await eventually(lambda: {*subject.sent, *subject.confirmed} <= set(subject.handled))
 
 
 @pytest.mark.slow
@@ -150,39 +150,39 @@ async def fault_and_recovery(trial: Consuming, fault: Fault) -> None:
     "fault", [reset, half_close, refuse, black_hole], ids=lambda fault: fault.__name__
 )
 @on(behind_a_network)
-async def test_a_busy_consumer_is_back_after(site: Site, fault: Fault) -> None:
-    async with consuming(site, busy=True) as trial:
-        await fault_and_recovery(trial, fault)
+async def test_a_busy_consumer_recovers_from_a_network_fault(site: Site, fault: Fault) -> None:
+    async with consuming(site, busy=True) as subject:
+        await fault_and_recovery(subject, fault)
 
 
 @pytest.mark.slow
 @on(behind_a_network)
-async def test_a_waiting_consumer_is_back_although_nothing_tells_it(site: Site) -> None:
-    async with consuming(site, busy=False) as trial:
-        await fault_and_recovery(trial, forgotten_connections)
+async def test_an_idle_consumer_recovers_from_silently_dropped_connections(site: Site) -> None:
+    async with consuming(site, busy=False) as subject:
+        await fault_and_recovery(subject, forgotten_connections)
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(1_800)
 @on(behind_a_network)
-async def test_a_consumer_is_back_every_time(site: Site) -> None:
-    async with consuming(site, busy=False) as trial:
+async def test_a_consumer_recovers_from_a_series_of_faults(site: Site) -> None:
+    async with consuming(site, busy=False) as subject:
         for turn in range(10):
-            trial.busy = not trial.busy
+            subject.busy = not subject.busy
             for fault in (*FAULTS, long_black_hole):
-                print(turn, fault.__name__, "busy" if trial.busy else "waiting")
-                await fault_and_recovery(trial, fault)
+                print(turn, fault.__name__, "busy" if subject.busy else "idle")
+                await fault_and_recovery(subject, fault)
 
 
 @on(behind_a_network)
-async def test_a_send_into_a_black_hole_fails_in_time_and_what_was_confirmed_is_there(
+async def test_sends_into_a_black_hole_fail_in_time_and_confirmed_ones_are_delivered(
     site: Site,
 ) -> None:
-    """Many send at once while the hole opens, and each of them is told, in time."""
+    """The network starts to drop packets after half of 300 concurrent sends."""
     proxy = site.proxy
     assert proxy is not None
     confirmed: list[int] = []
-    refused: list[type[QueueError]] = []
+    failed: list[type[QueueError]] = []
     slowest = 0.0
     handled: set[int] = set()
 
@@ -192,14 +192,14 @@ async def test_a_send_into_a_black_hole_fails_in_time_and_what_was_confirmed_is_
 
     async def send(number: int) -> None:
         nonlocal slowest
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             await service.send(site.queue, number)
         except QueueError as error:
-            refused.append(type(error))
+            failed.append(type(error))
         else:
             confirmed.append(number)
-        slowest = max(slowest, time.monotonic() - began)
+        slowest = max(slowest, time.monotonic() - started_at)
 
     async with (
         site.service(handle),
@@ -209,12 +209,12 @@ async def test_a_send_into_a_black_hole_fails_in_time_and_what_was_confirmed_is_
     ):
 
         async def connected() -> bool:
-            await send(0)  # the first send opens the connection, which may outlast the timeout
+            await send(0)  # opens the connection, which may take longer than the timeout
             return bool(confirmed)
 
         await eventually(connected, 30)
         confirmed.clear()
-        refused.clear()
+        failed.clear()
         slowest = 0.0
         async with asyncio.TaskGroup() as tasks:
             for number in range(300):
@@ -222,20 +222,20 @@ async def test_a_send_into_a_black_hole_fails_in_time_and_what_was_confirmed_is_
                     await asyncio.to_thread(proxy.black_hole)
                 tasks.create_task(send(number))
                 await asyncio.sleep(0.001)
-        assert slowest <= SEND_TIMEOUT + LATE
-        assert len(refused) + len(confirmed) == 300
-        assert len(refused) >= 100, "nobody can know of what was sent into the hole"
-        await send(300)  # also one that begins in it
-        assert slowest <= SEND_TIMEOUT + LATE
+        assert slowest <= SEND_TIMEOUT + TOLERANCE_SECONDS
+        assert len(failed) + len(confirmed) == 300
+        assert len(failed) >= 100, "sends into the black hole were confirmed"
+        await send(300)  # this send starts during the fault
+        assert slowest <= SEND_TIMEOUT + TOLERANCE_SECONDS
         assert 300 not in confirmed
         await asyncio.to_thread(proxy.heal)
-        if site.carrier.capabilities.redelivery:
+        if site.deployment.capabilities.redelivery:
             await eventually(lambda: set(confirmed) <= handled)
 
-        async def works_again() -> bool:
+        async def can_send() -> bool:
             before = len(confirmed)
             await send(1_000)
             return len(confirmed) > before
 
-        await eventually(works_again, scaled(AGAIN))
-    print("refused:", {kind.__name__: refused.count(kind) for kind in set(refused)})
+        await eventually(can_send, scaled(RECOVERY_SECONDS))
+    print("failed:", {kind.__name__: failed.count(kind) for kind in set(failed)})

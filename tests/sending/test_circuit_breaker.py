@@ -1,4 +1,4 @@
-"""The circuit breaker: threshold, rest, one probe, recovery."""
+"""The circuit breaker: threshold, recovery timeout and trial calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from qkit.errors import CircuitOpen
 from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
 
 
-class HandClock:
-    """A clock that a test sets."""
+class ManualClock:
+    """A clock whose time the test sets."""
 
     now = 100.0
 
@@ -21,12 +21,12 @@ class HandClock:
 
 
 @pytest.fixture
-def clock() -> HandClock:
-    return HandClock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def breaker(clock: HandClock) -> CircuitBreaker:
+def breaker(clock: ManualClock) -> CircuitBreaker:
     return CircuitBreaker(failure_threshold=3, recovery_timeout=30.0, clock=clock)
 
 
@@ -35,13 +35,13 @@ def fail(breaker: CircuitBreaker, times: int = 1) -> None:
         breaker.record_failure(probe=breaker.admit())
 
 
-def test_it_stays_closed_below_the_threshold(breaker: CircuitBreaker) -> None:
+def test_the_circuit_stays_closed_below_the_threshold(breaker: CircuitBreaker) -> None:
     fail(breaker, 2)
     assert breaker.state is BreakerState.CLOSED
     assert breaker.admit() is False
 
 
-def test_a_success_starts_the_count_anew(breaker: CircuitBreaker) -> None:
+def test_a_success_resets_the_failure_count(breaker: CircuitBreaker) -> None:
     fail(breaker, 2)
     breaker.record_success()
     fail(breaker, 2)
@@ -49,31 +49,35 @@ def test_a_success_starts_the_count_anew(breaker: CircuitBreaker) -> None:
 
 
 @pytest.mark.proves("003-errors-8")
-def test_it_opens_at_the_threshold_and_says_when_to_come_back(
-    breaker: CircuitBreaker, clock: HandClock
+def test_the_circuit_opens_at_the_threshold_and_reports_the_next_trial(
+    breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     fail(breaker, 3)
     clock.now += 10
     assert breaker.state is BreakerState.OPEN
-    for refuse in (breaker.admit, breaker.check):
-        with pytest.raises(CircuitOpen, match=r"after 3 connection failures.*probe .* in 20\.0 s"):
-            refuse()
+    for call in (breaker.admit, breaker.check):
+        with pytest.raises(CircuitOpen, match=r"after 3 consecutive .*trial call .* in 20\.0 s"):
+            call()
 
 
 @pytest.mark.proves("003-errors-10")
-def test_half_open_admits_exactly_one(breaker: CircuitBreaker, clock: HandClock) -> None:
+def test_a_half_open_circuit_admits_one_trial_call(
+    breaker: CircuitBreaker, clock: ManualClock
+) -> None:
     fail(breaker, 3)
     clock.now += 30
     assert breaker.state is BreakerState.HALF_OPEN
     breaker.check()
-    breaker.check()  # looking takes no probe
+    breaker.check()  # a check starts no trial call
     assert breaker.admit() is True
-    for refuse in (breaker.admit, breaker.check):
-        with pytest.raises(CircuitOpen, match="another call is probing"):
-            refuse()
+    for call in (breaker.admit, breaker.check):
+        with pytest.raises(CircuitOpen, match="a trial call is running"):
+            call()
 
 
-def test_a_probe_that_succeeds_closes_it(breaker: CircuitBreaker, clock: HandClock) -> None:
+def test_a_successful_trial_call_closes_the_circuit(
+    breaker: CircuitBreaker, clock: ManualClock
+) -> None:
     fail(breaker, 3)
     clock.now += 30
     breaker.admit()
@@ -84,8 +88,8 @@ def test_a_probe_that_succeeds_closes_it(breaker: CircuitBreaker, clock: HandClo
 
 
 @pytest.mark.proves("003-errors-10")
-def test_a_probe_that_fails_opens_it_for_another_rest(
-    breaker: CircuitBreaker, clock: HandClock
+def test_a_failed_trial_call_opens_the_circuit_again(
+    breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     fail(breaker, 3)
     clock.now += 30
@@ -96,8 +100,8 @@ def test_a_probe_that_fails_opens_it_for_another_rest(
     assert breaker.admit() is True
 
 
-def test_a_cancelled_probe_lets_the_next_one_probe(
-    breaker: CircuitBreaker, clock: HandClock
+def test_after_a_cancelled_trial_call_another_is_admitted(
+    breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     fail(breaker, 3)
     clock.now += 30
@@ -106,20 +110,22 @@ def test_a_cancelled_probe_lets_the_next_one_probe(
     assert breaker.admit() is True
 
 
-def test_late_news_of_an_earlier_try_frees_no_second_probe(
-    breaker: CircuitBreaker, clock: HandClock
+def test_a_late_result_of_an_earlier_call_admits_no_second_trial_call(
+    breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
-    early = [breaker.admit() for _ in range(2)]  # under way since before it opened
+    early = [breaker.admit() for _ in range(2)]  # started before the circuit opened
     fail(breaker, 3)
     clock.now += 30
     assert breaker.admit() is True
     breaker.release_probe(probe=early[0])
     breaker.record_failure(probe=early[1])
-    with pytest.raises(CircuitOpen, match="another call is probing"):
+    with pytest.raises(CircuitOpen, match="a trial call is running"):
         breaker.admit()
 
 
-def test_late_failures_do_not_prolong_the_rest(breaker: CircuitBreaker, clock: HandClock) -> None:
+def test_late_failures_do_not_extend_the_recovery_timeout(
+    breaker: CircuitBreaker, clock: ManualClock
+) -> None:
     early = breaker.admit()
     fail(breaker, 3)
     clock.now += 20
@@ -128,14 +134,14 @@ def test_late_failures_do_not_prolong_the_rest(breaker: CircuitBreaker, clock: H
     assert breaker.state is BreakerState.HALF_OPEN
 
 
-def test_a_probe_that_fails_after_others_closed_the_circuit_is_one_failure(
-    breaker: CircuitBreaker, clock: HandClock
+def test_a_trial_call_that_fails_after_the_circuit_closed_counts_as_one_failure(
+    breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     early = breaker.admit()
     assert early is False
     fail(breaker, 3)
     clock.now += 30
     probe = breaker.admit()
-    breaker.record_success()  # the early one got its answer after all
+    breaker.record_success()  # the early call succeeded
     breaker.record_failure(probe=probe)
     assert breaker.state is BreakerState.CLOSED

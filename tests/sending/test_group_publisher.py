@@ -1,4 +1,4 @@
-"""Groups of messages: one publish of each in flight, independent of the others."""
+"""Publish groups: each has at most one publish in flight and is independent of the others."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ TIMEOUT = 10.0
 
 
 class GroupedBackend(FaultyBackend):
-    """The key of a message is its group; faults are scripted by group.
+    """A backend that uses the key of a message as its group, with scripted faults for each group.
 
-    ``arrived`` has the bodies that each group published, in order.
+    ``arrived`` holds the published bodies of each group, in order.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
@@ -65,7 +65,7 @@ class GroupedBackend(FaultyBackend):
         return sent
 
 
-class Sending:
+class BatcherHarness:
     """A batcher on a ``GroupedBackend``."""
 
     def __init__(self, clock: VirtualClock) -> None:
@@ -87,13 +87,13 @@ class Sending:
 
 
 @pytest_asyncio.fixture
-async def sending(virtual_clock: VirtualClock) -> AsyncIterator[Sending]:
-    sending = Sending(virtual_clock)
-    await sending.backend.start()
-    await sending.backend.declare(QueueSpec(name="orders"))
-    yield sending
-    await sending.batcher.close()
-    await sending.backend.aclose()
+async def harness(virtual_clock: VirtualClock) -> AsyncIterator[BatcherHarness]:
+    harness = BatcherHarness(virtual_clock)
+    await harness.backend.start()
+    await harness.backend.declare(QueueSpec(name="orders"))
+    yield harness
+    await harness.batcher.close()
+    await harness.backend.aclose()
 
 
 async def settle() -> None:
@@ -101,70 +101,72 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_backend_of_these_tests_names_groups(sending: Sending) -> None:
-    assert isinstance(sending.backend, PublishGroups)
-    assert not isinstance(FaultyBackend(sending.clock), PublishGroups)
+async def test_the_backend_of_these_tests_implements_publish_groups(
+    harness: BatcherHarness,
+) -> None:
+    assert isinstance(harness.backend, PublishGroups)
+    assert not isinstance(FaultyBackend(harness.clock), PublishGroups)
 
 
-async def test_a_group_that_is_stuck_does_not_delay_another(sending: Sending) -> None:
+async def test_a_blocked_group_does_not_delay_another(harness: BatcherHarness) -> None:
     gate = asyncio.Event()
-    sending.backend.script("a", gate)
-    stuck = [sending.begin("a") for _ in range(3)]
+    harness.backend.script("a", gate)
+    stuck = [harness.begin("a") for _ in range(3)]
     await settle()
-    started = sending.clock.monotonic()
-    await sending.send("b")
-    await sending.send("b")
-    assert sending.clock.monotonic() == started
+    started = harness.clock.monotonic()
+    await harness.send("b")
+    await harness.send("b")
+    assert harness.clock.monotonic() == started
     assert not any(send.done() for send in stuck)
     gate.set()
     await asyncio.gather(*stuck)
 
 
-async def test_what_is_sent_during_a_publish_of_its_group_leaves_together_in_the_next(
-    sending: Sending,
+async def test_sends_during_a_publish_of_their_group_share_the_next_publish(
+    harness: BatcherHarness,
 ) -> None:
     gate = asyncio.Event()
-    sending.backend.script("a", gate)
-    sends = [sending.begin("a", body=b"%d" % number) for number in range(50)]
+    harness.backend.script("a", gate)
+    sends = [harness.begin("a", body=b"%d" % number) for number in range(50)]
     await settle()
-    assert sending.backend.count("a") == 1
+    assert harness.backend.count("a") == 1
     gate.set()
     await asyncio.gather(*sends)
-    assert sending.backend.count("a") == 2
-    assert sending.backend.arrived["a"] == [b"%d" % number for number in range(50)]
+    assert harness.backend.count("a") == 2
+    assert harness.backend.arrived["a"] == [b"%d" % number for number in range(50)]
 
 
-async def test_messages_of_several_groups_wait_only_for_publishes_of_their_own(
-    sending: Sending,
+async def test_messages_of_several_groups_wait_only_for_publishes_of_their_groups(
+    harness: BatcherHarness,
 ) -> None:
     gate = asyncio.Event()
-    sending.backend.script("a", gate)
-    first = sending.begin("a")
+    harness.backend.script("a", gate)
+    first = harness.begin("a")
     await settle()
-    several = sending.begin("b", "a", "b", "c")
+    several = harness.begin("b", "a", "b", "c")
     await settle()
-    assert set(sending.backend.arrived) == {"b", "c"}
-    assert sending.backend.count("a") == 1
+    assert set(harness.backend.arrived) == {"b", "c"}
+    assert harness.backend.count("a") == 1
     gate.set()
     await first
     sent = await several
     assert len({item.message_id for item in sent}) == 4
-    assert sending.backend.count("a") == 2
-    assert sending.backend.most_in_flight == 1
+    assert harness.backend.count("a") == 2
+    assert harness.backend.most_in_flight == 1
 
 
 async def test_results_of_several_groups_are_in_the_order_of_the_messages(
-    sending: Sending,
+    harness: BatcherHarness,
 ) -> None:
     envelopes = [Envelope(new_id(), b"{}", key=key) for key in "abcabca"]
-    sent = await sending.batcher.send(envelopes)
+    sent = await harness.batcher.send(envelopes)
     assert [item.message_id for item in sent] == [envelope.id for envelope in envelopes]
 
 
-async def test_a_group_that_refuses_leaves_the_others_accepted(sending: Sending) -> None:
-    sending.backend.script("b", PayloadTooLarge("too large"))
+async def test_if_one_group_is_rejected_the_others_are_confirmed(harness: BatcherHarness) -> None:
+    harness.backend.script("b", PayloadTooLarge("too large"))
     with pytest.raises(PartialSend) as caught:
-        await sending.send("a", "b", "a", "b")
+        await harness.send("a", "b", "a", "b")
     assert [type(item) for item in caught.value.results] == [
         Sent,
         PayloadTooLarge,
@@ -174,37 +176,37 @@ async def test_a_group_that_refuses_leaves_the_others_accepted(sending: Sending)
     assert caught.value.context == {"backend": "grouped", "operation": "publish", "queue": "orders"}
 
 
-async def test_a_group_that_never_answers_times_out_and_the_others_are_accepted(
-    sending: Sending,
+async def test_if_one_group_times_out_the_others_are_confirmed(
+    harness: BatcherHarness,
 ) -> None:
-    sending.backend.script("b", BLACK_HOLE)
-    started = sending.clock.monotonic()
+    harness.backend.script("b", BLACK_HOLE)
+    started = harness.clock.monotonic()
     with pytest.raises(PartialSend) as caught:
-        await sending.send("a", "b")
-    assert sending.clock.monotonic() - started == TIMEOUT
+        await harness.send("a", "b")
+    assert harness.clock.monotonic() - started == TIMEOUT
     assert [type(item) for item in caught.value.results] == [Sent, SendTimeout]
 
 
-async def test_an_error_that_is_not_ours_reaches_the_sender_of_several_groups(
-    sending: Sending,
+async def test_an_unexpected_error_reaches_the_sender_of_several_groups(
+    harness: BatcherHarness,
 ) -> None:
-    sending.backend.script("b", ZeroDivisionError("a fault of the backend"))
+    harness.backend.script("b", ZeroDivisionError("a fault of the backend"))
     with pytest.raises(ZeroDivisionError):
-        await sending.send("a", "b")
+        await harness.send("a", "b")
 
 
-async def test_a_broken_connection_is_tried_again_in_every_group(sending: Sending) -> None:
+async def test_a_connection_failure_is_retried_in_every_group(harness: BatcherHarness) -> None:
     for group in ("a", "b"):
-        sending.backend.script(group, BackendUnavailable("refused"))
-    sent = await sending.send("a", "b", "a")
+        harness.backend.script(group, BackendUnavailable("refused"))
+    sent = await harness.send("a", "b", "a")
     assert len(sent) == 3
-    assert [sending.backend.count(group) for group in ("a", "b")] == [2, 2]
+    assert [harness.backend.count(group) for group in ("a", "b")] == [2, 2]
 
 
-async def test_the_group_is_named_after_the_queue_was_declared(sending: Sending) -> None:
-    """Before, a backend may not know its partitions."""
+async def test_the_group_is_looked_up_after_the_queue_is_declared(harness: BatcherHarness) -> None:
+    """Before the declaration, a backend may not know the partitions of the queue."""
     calls: list[str] = []
-    name_group = sending.backend.publish_group
+    name_group = harness.backend.publish_group
 
     def publish_group(queue: str, envelope: Envelope) -> Hashable:
         calls.append("group")
@@ -214,22 +216,22 @@ async def test_the_group_is_named_after_the_queue_was_declared(sending: Sending)
         await asyncio.sleep(0.1)
         calls.append("declare")
 
-    sending.backend.publish_group = publish_group  # type: ignore[method-assign]
+    harness.backend.publish_group = publish_group  # type: ignore[method-assign]
     for keys in ("a", "ab"):
         envelopes = [Envelope(new_id(), b"{}", key=key) for key in keys]
-        await sending.batcher.send(envelopes, prepare=prepare)
+        await harness.batcher.send(envelopes, prepare=prepare)
     assert calls == ["declare", "group", "declare", "group", "group"]
 
 
-async def test_a_sender_that_gives_up_while_it_waits_for_its_group_is_left_out(
-    sending: Sending,
+async def test_a_send_that_is_cancelled_while_it_waits_is_not_published(
+    harness: BatcherHarness,
 ) -> None:
     gate = asyncio.Event()
-    sending.backend.script("a", gate)
-    first = sending.begin("a", body=b"1")
+    harness.backend.script("a", gate)
+    first = harness.begin("a", body=b"1")
     await settle()
-    second, third = sending.begin("a", body=b"2"), sending.begin("a", "b", body=b"3")
-    fourth = sending.begin("a", body=b"4")
+    second, third = harness.begin("a", body=b"2"), harness.begin("a", "b", body=b"3")
+    fourth = harness.begin("a", body=b"4")
     await settle()
     second.cancel()
     third.cancel()
@@ -238,88 +240,90 @@ async def test_a_sender_that_gives_up_while_it_waits_for_its_group_is_left_out(
     await asyncio.gather(first, fourth)
     assert second.cancelled()
     assert third.cancelled()
-    assert sending.backend.arrived == {"a": [b"1", b"4"], "b": [b"3"]}  # b had left before
+    assert harness.backend.arrived == {"a": [b"1", b"4"], "b": [b"3"]}  # group b was not blocked
 
 
-async def test_a_sender_that_waits_for_its_group_gives_up_at_its_own_deadline(
-    sending: Sending,
+async def test_a_waiting_send_times_out_at_its_own_deadline(
+    harness: BatcherHarness,
 ) -> None:
-    sending.backend.always("a", BLACK_HOLE)
+    harness.backend.always("a", BLACK_HOLE)
     times: list[float] = []
 
     async def send(after: float) -> None:
         await asyncio.sleep(after)
-        started = sending.clock.monotonic()
+        started = harness.clock.monotonic()
         with pytest.raises(SendTimeout):
-            await sending.send("a")
-        times.append(sending.clock.monotonic() - started)
+            await harness.send("a")
+        times.append(harness.clock.monotonic() - started)
 
     await asyncio.gather(*(send(after) for after in (0, 0, 1, 2.5)))
     assert times == [TIMEOUT] * 4
 
 
-async def test_closing_gives_up_what_every_group_has_in_progress(sending: Sending) -> None:
+async def test_close_fails_the_sends_in_progress_of_every_group(harness: BatcherHarness) -> None:
     gates = {group: asyncio.Event() for group in ("a", "b")}
     for group, gate in gates.items():
-        sending.backend.script(group, gate, BLACK_HOLE)
-    first = [sending.begin(group) for group in gates]
+        harness.backend.script(group, gate, BLACK_HOLE)
+    first = [harness.begin(group) for group in gates]
     await settle()
-    waiting = [sending.begin(group) for group in gates]
+    waiting = [harness.begin(group) for group in gates]
     await settle()
     for gate in gates.values():
         gate.set()
     await asyncio.gather(*first)
     await settle()
-    await sending.batcher.close()
+    await harness.batcher.close()
     for outcome in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(outcome, SendTimeout)
-    await sending.batcher.drain()
+    await harness.batcher.drain()
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("qkit send")]
 
 
-async def open_circuit(sending: Sending) -> None:
+async def open_circuit(harness: BatcherHarness) -> None:
     for _ in range(5):
-        sending.breaker.record_failure(probe=False)
-    await sending.clock.advance(30)
-    assert sending.breaker.state is BreakerState.HALF_OPEN
+        harness.breaker.record_failure(probe=False)
+    await harness.clock.advance(30)
+    assert harness.breaker.state is BreakerState.HALF_OPEN
 
 
-async def test_a_send_to_several_groups_probes_with_one_and_then_sends_the_others(
-    sending: Sending,
+async def test_a_send_to_several_groups_makes_one_trial_call_first(
+    harness: BatcherHarness,
 ) -> None:
-    await open_circuit(sending)
+    await open_circuit(harness)
     probing = asyncio.Event()
-    sending.backend.script("a", probing)
-    several = sending.begin("a", "b", "c")
+    harness.backend.script("a", probing)
+    several = harness.begin("a", "b", "c")
     await settle()
-    assert sending.backend.count("b") == 0
+    assert harness.backend.count("b") == 0
     probing.set()
     sent = await several
     assert len(sent) == 3
-    assert sending.breaker.state is BreakerState.CLOSED
+    assert harness.breaker.state is BreakerState.CLOSED
 
 
-async def test_a_probe_that_is_refused_by_the_broker_proves_the_connection(
-    sending: Sending,
+async def test_a_trial_call_that_the_broker_rejects_closes_the_circuit(
+    harness: BatcherHarness,
 ) -> None:
-    await open_circuit(sending)
-    sending.backend.script("a", PayloadTooLarge("too large"))
+    await open_circuit(harness)
+    harness.backend.script("a", PayloadTooLarge("too large"))
     with pytest.raises(PartialSend) as caught:
-        await sending.send("a", "b")
+        await harness.send("a", "b")
     assert [type(item) for item in caught.value.results] == [PayloadTooLarge, Sent]
 
 
-async def test_a_probe_that_fails_publishes_nothing_to_the_other_groups(sending: Sending) -> None:
-    await open_circuit(sending)
-    sending.backend.script("a", BackendUnavailable("refused"))
+async def test_a_failed_trial_call_publishes_nothing_to_the_other_groups(
+    harness: BatcherHarness,
+) -> None:
+    await open_circuit(harness)
+    harness.backend.script("a", BackendUnavailable("refused"))
     with pytest.raises(CircuitOpen) as caught:
-        await sending.send("a", "b")
+        await harness.send("a", "b")
     assert isinstance(caught.value.cause, BackendUnavailable)
-    assert sending.backend.count("b") == 0
+    assert harness.backend.count("b") == 0
 
 
-async def test_random_sends_keep_the_order_of_each_group(sending: Sending) -> None:
-    """A sender sends its next message of a key after the last was confirmed or given up."""
+async def test_random_sends_keep_the_order_of_each_group(harness: BatcherHarness) -> None:
+    """Each sender sends its next message after the previous one was confirmed or failed."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -327,18 +331,18 @@ async def test_random_sends_keep_the_order_of_each_group(sending: Sending) -> No
         for _ in range(60):
             pause = asyncio.Event()
             asyncio.get_running_loop().call_later(dice.random() * 30, pause.set)
-            sending.backend.script(group, dice.choice([None, None, pause, QueueError("no")]))
+            harness.backend.script(group, dice.choice([None, None, pause, QueueError("no")]))
 
     async def send(group: str) -> None:
         for number in range(60):
             keys = [group] if dice.random() < 0.7 else [group, *dice.sample("wxyz", 2)]
             with contextlib.suppress(QueueError, TimeoutError):
                 async with asyncio.timeout(dice.choice([None, None, 0.02])):
-                    await sending.begin(*keys, body=b"%03d" % number)
+                    await harness.begin(*keys, body=b"%03d" % number)
 
     await asyncio.gather(*(send(group) for group in "abcd"))
-    assert sending.backend.most_in_flight == 1
+    assert harness.backend.most_in_flight == 1
     for group in "abcd":
-        arrived = sending.backend.arrived[group]
+        arrived = harness.backend.arrived[group]
         assert arrived == sorted(arrived)
         assert len(arrived) > 10

@@ -1,4 +1,4 @@
-"""The way out: gathering, deadlines, retries and the circuit breaker."""
+"""Sends to a queue: batching, deadlines, retries and the circuit breaker."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from tests.support.faulty import BLACK_HOLE, FaultyBackend
 TIMEOUT = 10.0
 
 
-class Way:
-    """A batcher for each queue with all it needs, on a backend that fails as the test says."""
+class BatcherHarness:
+    """A batcher on a backend with scripted faults."""
 
     def __init__(self, clock: VirtualClock, backend: FaultyBackend) -> None:
         self.clock = clock
@@ -83,13 +83,13 @@ def down(text: str = "refused") -> BackendUnavailable:
 
 
 @pytest_asyncio.fixture
-async def way(virtual_clock: VirtualClock) -> AsyncIterator[Way]:
+async def harness(virtual_clock: VirtualClock) -> AsyncIterator[BatcherHarness]:
     backend = FaultyBackend(virtual_clock)
     await backend.start()
     await backend.declare(QueueSpec(name="orders"))
     await backend.declare(QueueSpec(name="audit"))
     backend.calls.clear()
-    yield Way(virtual_clock, backend)
+    yield BatcherHarness(virtual_clock, backend)
     await backend.aclose()
 
 
@@ -98,60 +98,60 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-# -- gathering -------------------------------------------------------------------------------
+# -- batching --------------------------------------------------------------------------------
 
 
-async def test_a_lone_send_goes_at_once(way: Way) -> None:
-    started = way.clock.monotonic()
-    (sent,) = await way.send()
-    assert way.backend.published == [[sent.message_id]]
-    assert way.clock.monotonic() == started
+async def test_a_single_send_is_published_immediately(harness: BatcherHarness) -> None:
+    started = harness.clock.monotonic()
+    (sent,) = await harness.send()
+    assert harness.backend.published == [[sent.message_id]]
+    assert harness.clock.monotonic() == started
 
 
-async def test_what_is_sent_during_a_round_trip_leaves_together_in_the_next(way: Way) -> None:
+async def test_sends_during_a_round_trip_share_the_next_one(harness: BatcherHarness) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate)
-    sends = [way.begin() for _ in range(100)]
+    harness.backend.script("publish", gate)
+    sends = [harness.begin() for _ in range(100)]
     await settle()
-    assert way.backend.count("publish") == 1
+    assert harness.backend.count("publish") == 1
     gate.set()
     results = await asyncio.gather(*sends)
-    assert way.backend.count("publish") == 2
-    assert [len(ids) for ids in way.backend.published] == [1, 99]
+    assert harness.backend.count("publish") == 2
+    assert [len(ids) for ids in harness.backend.published] == [1, 99]
     order = [sent.message_id for (sent,) in results]
-    assert [item for ids in way.backend.published for item in ids] == order
+    assert [item for ids in harness.backend.published for item in ids] == order
 
 
-async def test_a_group_has_a_limit(way: Way) -> None:
+async def test_a_batch_has_a_maximum_size(harness: BatcherHarness) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate)
+    harness.backend.script("publish", gate)
     sends = [
-        way.begin(count) for count in (1, MAX_BATCH_MESSAGES - 1, 1, 1, MAX_BATCH_MESSAGES + 5)
+        harness.begin(count) for count in (1, MAX_BATCH_MESSAGES - 1, 1, 1, MAX_BATCH_MESSAGES + 5)
     ]
     await settle()
     gate.set()
     await asyncio.gather(*sends)
-    assert [len(ids) for ids in way.backend.published] == [1, 1_000, 1, 1_005]
+    assert [len(ids) for ids in harness.backend.published] == [1, 1_000, 1, 1_005]
 
 
 @pytest.mark.proves("001-concurrency-1", "002-performance-5")
-async def test_queues_do_not_wait_for_each_other(way: Way) -> None:
+async def test_queues_do_not_wait_for_each_other(harness: BatcherHarness) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate)
-    slow = way.begin()
+    harness.backend.script("publish", gate)
+    slow = harness.begin()
     await settle()
-    await way.audit.send([envelope()])
+    await harness.audit.send([envelope()])
     assert not slow.done()
     gate.set()
     await slow
 
 
-async def test_a_failed_group_gives_each_sender_an_error_of_its_own(way: Way) -> None:
+async def test_each_sender_of_a_failed_batch_gets_its_own_error(harness: BatcherHarness) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate)
-    first, *rest = [way.begin() for _ in range(4)]
+    harness.backend.script("publish", gate)
+    first, *rest = [harness.begin() for _ in range(4)]
     await settle()
-    await way.limit(1)
+    await harness.limit(1)
     gate.set()
     await first
     errors = await asyncio.gather(*rest, return_exceptions=True)
@@ -160,47 +160,49 @@ async def test_a_failed_group_gives_each_sender_an_error_of_its_own(way: Way) ->
     assert len({error.message_id for error in errors if isinstance(error, QueueFull)}) == 3
 
 
-async def test_an_error_that_is_not_ours_reaches_every_sender(way: Way) -> None:
+async def test_an_unexpected_error_reaches_every_sender(harness: BatcherHarness) -> None:
     class Odd(Exception):
         def __init__(self, one: int, two: int) -> None:
             super().__init__("cannot be copied")
 
     gate = asyncio.Event()
-    way.backend.script("publish", gate, Odd(1, 2))
-    first, *rest = [way.begin() for _ in range(3)]
+    harness.backend.script("publish", gate, Odd(1, 2))
+    first, *rest = [harness.begin() for _ in range(3)]
     await settle()
     gate.set()
     await first
     errors = await asyncio.gather(*rest, return_exceptions=True)
     assert [type(error) for error in errors] == [Odd, Odd]
-    assert way.breaker.state is BreakerState.CLOSED
+    assert harness.breaker.state is BreakerState.CLOSED
 
 
-async def test_a_group_that_was_accepted_in_part_is_shared_out(way: Way) -> None:
+async def test_each_sender_gets_its_part_of_a_partial_send(harness: BatcherHarness) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate)
-    sends = [way.begin(count) for count in (1, 2, 3, 1)]
+    harness.backend.script("publish", gate)
+    sends = [harness.begin(count) for count in (1, 2, 3, 1)]
     await settle()
-    await way.limit(5)
+    await harness.limit(5)
     gate.set()
     first, two, three, one = await asyncio.gather(*sends, return_exceptions=True)
     assert isinstance(first, list)
     assert isinstance(two, list)
     assert len(two) == 2
     assert isinstance(three, PartialSend)
-    assert "2 of 3 messages were accepted" in str(three)
+    assert "2 of 3 messages were confirmed" in str(three)
     assert [type(item) for item in three.results] == [Sent, Sent, QueueFull]
     assert isinstance(one, QueueFull)
     assert one.queue == "orders"
 
 
-async def test_if_a_group_failed_for_several_reasons_each_sender_hears_its_own(
-    way: Way,
+async def test_if_a_batch_fails_for_several_reasons_each_sender_gets_its_own_error(
+    harness: BatcherHarness,
 ) -> None:
     gate = asyncio.Event()
     reasons: list[Sent | QueueError] = [PayloadTooLarge("large"), QueueFull("full")]
-    way.backend.script("publish", gate, PartialSend.of(reasons, backend="faulty", queue="orders"))
-    first, *rest = [way.begin() for _ in range(3)]
+    harness.backend.script(
+        "publish", gate, PartialSend.of(reasons, backend="faulty", queue="orders")
+    )
+    first, *rest = [harness.begin() for _ in range(3)]
     await settle()
     gate.set()
     await first
@@ -208,22 +210,26 @@ async def test_if_a_group_failed_for_several_reasons_each_sender_hears_its_own(
     assert [type(outcome) for outcome in outcomes] == [PayloadTooLarge, QueueFull]
 
 
-async def test_a_sender_that_gives_up_before_it_left_is_left_out(way: Way) -> None:
+async def test_a_send_that_is_cancelled_before_its_publish_is_not_published(
+    harness: BatcherHarness,
+) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate)
-    sends = [way.begin() for _ in range(3)]
+    harness.backend.script("publish", gate)
+    sends = [harness.begin() for _ in range(3)]
     await settle()
     sends[1].cancel()
     gate.set()
     results = await asyncio.gather(*sends, return_exceptions=True)
     assert isinstance(results[1], asyncio.CancelledError)
-    assert await way.depth() == 2
+    assert await harness.depth() == 2
 
 
-async def test_a_sender_that_gives_up_under_way_takes_nobody_with_it(way: Way) -> None:
+async def test_a_send_that_is_cancelled_during_its_publish_cancels_no_other(
+    harness: BatcherHarness,
+) -> None:
     gates = [asyncio.Event(), asyncio.Event()]
-    way.backend.script("publish", *gates)
-    sends = [way.begin() for _ in range(3)]
+    harness.backend.script("publish", *gates)
+    sends = [harness.begin() for _ in range(3)]
     await settle()
     gates[0].set()
     await settle()
@@ -233,21 +239,23 @@ async def test_a_sender_that_gives_up_under_way_takes_nobody_with_it(way: Way) -
     results = await asyncio.gather(*sends, return_exceptions=True)
     assert isinstance(results[1], asyncio.CancelledError)
     assert isinstance(results[2], list)
-    assert await way.depth() == 3
+    assert await harness.depth() == 3
 
 
-async def test_when_the_first_of_all_gives_up_the_others_leave(way: Way) -> None:
-    way.backend.script("publish", BLACK_HOLE)
-    sends = [way.begin() for _ in range(3)]
+async def test_if_the_first_send_is_cancelled_the_others_are_published(
+    harness: BatcherHarness,
+) -> None:
+    harness.backend.script("publish", BLACK_HOLE)
+    sends = [harness.begin() for _ in range(3)]
     await settle()
     sends[0].cancel()
     results = await asyncio.gather(*sends, return_exceptions=True)
     assert [isinstance(result, list) for result in results] == [False, True, True]
-    assert way.breaker.state is BreakerState.CLOSED
-    assert way.connection.state is ConnectionState.CONNECTED
+    assert harness.breaker.state is BreakerState.CLOSED
+    assert harness.connection.state is ConnectionState.CONNECTED
 
 
-async def test_random_senders_never_lose_or_mix_up_an_answer(way: Way) -> None:
+async def test_random_senders_always_get_their_own_results(harness: BatcherHarness) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -258,139 +266,147 @@ async def test_random_senders_never_lose_or_mix_up_an_answer(way: Way) -> None:
         ids = [item.id for item in mine]
         try:
             async with asyncio.timeout(dice.choice([None, None, 0.02])):
-                return ids, await way.orders.send(mine)
+                return ids, await harness.orders.send(mine)
         except (QueueError, TimeoutError) as error:
             return ids, error
 
     for _ in range(150):
         pause = asyncio.Event()
         asyncio.get_running_loop().call_later(dice.random() * 2, pause.set)
-        way.backend.script("publish", dice.choice([None, pause, down()]))
+        harness.backend.script("publish", dice.choice([None, pause, down()]))
     for ids, result in await asyncio.gather(*(sender() for _ in range(300))):
         if isinstance(result, list):
             assert [sent.message_id for sent in result] == ids
-    confirmed = {item for ids in way.backend.published for item in ids}
-    assert await way.depth() >= len(confirmed)
+    confirmed = {item for ids in harness.backend.published for item in ids}
+    assert await harness.depth() >= len(confirmed)
 
 
 # -- deadlines -------------------------------------------------------------------------------
 
 
-async def test_a_send_into_a_black_hole_ends_at_the_deadline(way: Way) -> None:
-    way.backend.always("publish", BLACK_HOLE)
-    started = way.clock.monotonic()
+async def test_a_send_without_a_response_ends_at_the_deadline(harness: BatcherHarness) -> None:
+    harness.backend.always("publish", BLACK_HOLE)
+    started = harness.clock.monotonic()
     mine = envelope()
     with pytest.raises(SendTimeout, match=r"within 10 s; the message may or may not") as caught:
-        await way.orders.send([mine])
-    assert way.clock.monotonic() - started == TIMEOUT
+        await harness.orders.send([mine])
+    assert harness.clock.monotonic() - started == TIMEOUT
     assert caught.value.context == {
         "backend": "faulty",
         "operation": "send",
         "queue": "orders",
         "message_id": mine.id,
     }
-    assert way.connection.state is ConnectionState.DISCONNECTED
-    assert way.connection.last_error == "TimeoutError: no answer within 10 s"
+    assert harness.connection.state is ConnectionState.DISCONNECTED
+    assert harness.connection.last_error == "TimeoutError: no response within 10 s"
 
 
-async def test_everyone_in_a_black_hole_is_let_go_at_their_own_deadline(way: Way) -> None:
-    way.backend.always("publish", BLACK_HOLE)
+async def test_without_a_response_each_send_ends_at_its_own_deadline(
+    harness: BatcherHarness,
+) -> None:
+    harness.backend.always("publish", BLACK_HOLE)
     times: list[float] = []
 
     async def sender(after: float) -> None:
         await asyncio.sleep(after)
-        started = way.clock.monotonic()
+        started = harness.clock.monotonic()
         with pytest.raises(SendTimeout):
-            await way.send()
-        times.append(way.clock.monotonic() - started)
+            await harness.send()
+        times.append(harness.clock.monotonic() - started)
 
     await asyncio.gather(*(sender(after) for after in (0, 0, 1, 2.5, 9)))
     assert times == [TIMEOUT] * 5
 
 
-async def test_a_queue_whose_group_fell_into_a_black_hole_works_when_that_heals(way: Way) -> None:
+async def test_a_queue_works_again_after_a_batch_without_a_response(
+    harness: BatcherHarness,
+) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate, BLACK_HOLE)
-    first, *rest = [way.begin() for _ in range(3)]
+    harness.backend.script("publish", gate, BLACK_HOLE)
+    first, *rest = [harness.begin() for _ in range(3)]
     await settle()
     gate.set()
     await first
     for outcome in await asyncio.gather(*rest, return_exceptions=True):
         assert isinstance(outcome, SendTimeout)
-    started = way.clock.monotonic()
-    await way.send()
-    assert way.clock.monotonic() - started < 0.1
-    assert await way.depth() == 2
+    started = harness.clock.monotonic()
+    await harness.send()
+    assert harness.clock.monotonic() - started < 0.1
+    assert await harness.depth() == 2
 
 
-async def test_a_group_that_was_cut_off_is_let_go_at_its_deadline(way: Way) -> None:
+async def test_a_cancelled_batch_ends_at_its_deadline(harness: BatcherHarness) -> None:
     gates = [asyncio.Event(), asyncio.Event()]
-    way.backend.script("publish", gates[0], asyncio.CancelledError(), gates[1], BLACK_HOLE)
-    started = way.clock.monotonic()
-    first, *cut_off = [way.begin() for _ in range(3)]
+    harness.backend.script("publish", gates[0], asyncio.CancelledError(), gates[1], BLACK_HOLE)
+    started = harness.clock.monotonic()
+    first, *cut_off = [harness.begin() for _ in range(3)]
     await settle()
     gates[0].set()
     await first
     await settle()
-    later, behind = way.begin(), way.begin()  # the next group does not take their place
+    later, behind = harness.begin(), harness.begin()  # these do not replace the cancelled batch
     await settle()
     gates[1].set()
     await later
     for outcome in await asyncio.gather(*cut_off, behind, return_exceptions=True):
         assert isinstance(outcome, SendTimeout)
-    assert way.clock.monotonic() - started == TIMEOUT
+    assert harness.clock.monotonic() - started == TIMEOUT
 
 
-async def test_a_declaration_is_under_the_same_deadline(way: Way) -> None:
+async def test_the_deadline_covers_the_declaration(harness: BatcherHarness) -> None:
     async def prepare() -> None:
         await asyncio.Event().wait()
 
-    started = way.clock.monotonic()
+    started = harness.clock.monotonic()
     with pytest.raises(SendTimeout):
-        await way.orders.send([envelope()], prepare=prepare)
-    assert way.clock.monotonic() - started == TIMEOUT
-    assert way.backend.count("publish") == 0
+        await harness.orders.send([envelope()], prepare=prepare)
+    assert harness.clock.monotonic() - started == TIMEOUT
+    assert harness.backend.count("publish") == 0
 
 
-async def test_a_time_out_of_the_backends_own_is_passed_on(way: Way) -> None:
-    way.backend.script("publish", TimeoutError("the driver's"))
+async def test_a_timeout_error_from_the_backend_is_raised_unchanged(
+    harness: BatcherHarness,
+) -> None:
+    harness.backend.script("publish", TimeoutError("the driver's"))
     with pytest.raises(TimeoutError, match="the driver's"):
-        await way.send()
+        await harness.send()
 
 
 # -- retries ---------------------------------------------------------------------------------
 
 
-async def test_a_broken_connection_is_tried_again_with_the_same_id(
-    way: Way, caplog: pytest.LogCaptureFixture
+async def test_a_connection_failure_is_retried_with_the_same_id(
+    harness: BatcherHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    way.backend.script("publish", down(), down(), down())
+    harness.backend.script("publish", down(), down(), down())
     mine = envelope()
-    sent = await way.orders.send([mine])
+    sent = await harness.orders.send([mine])
     assert sent == [Sent(mine.id, 0)]
-    assert way.backend.count("publish") == 4
-    assert way.backend.published == [[mine.id]]
-    assert way.connection.state is ConnectionState.CONNECTED
+    assert harness.backend.count("publish") == 4
+    assert harness.backend.published == [[mine.id]]
+    assert harness.connection.state is ConnectionState.CONNECTED
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "orders: sending failed, trying again: refused" in warned[1].getMessage()
+    assert "orders: send failed, retrying: refused" in warned[1].getMessage()
 
 
-async def test_an_outage_longer_than_the_deadline_says_what_failed(way: Way) -> None:
-    way.breaker = way.guarded.breaker = CircuitBreaker(
-        failure_threshold=1_000, recovery_timeout=30.0, clock=way.clock
+async def test_the_timeout_error_of_a_long_outage_names_the_failure(
+    harness: BatcherHarness,
+) -> None:
+    harness.breaker = harness.guarded.breaker = CircuitBreaker(
+        failure_threshold=1_000, recovery_timeout=30.0, clock=harness.clock
     )
-    way.backend.always("publish", down())
-    started = way.clock.monotonic()
+    harness.backend.always("publish", down())
+    started = harness.clock.monotonic()
     mine = envelope()
     with pytest.raises(SendTimeout, match=r"connection failed \d+ times, last: refused") as caught:
-        await way.orders.send([mine])
-    assert way.clock.monotonic() - started == TIMEOUT
+        await harness.orders.send([mine])
+    assert harness.clock.monotonic() - started == TIMEOUT
     assert isinstance(caught.value.cause, BackendUnavailable)
     assert caught.value.cause.context == caught.value.context
     assert caught.value.context["message_id"] == mine.id
 
 
-async def test_a_failed_declaration_is_tried_again(way: Way) -> None:
+async def test_a_failed_declaration_is_retried(harness: BatcherHarness) -> None:
     outcomes: list[Exception | None] = [down(), down(), None]
 
     async def prepare() -> None:
@@ -398,187 +414,199 @@ async def test_a_failed_declaration_is_tried_again(way: Way) -> None:
         if outcome is not None:
             raise outcome
 
-    await way.orders.send([envelope()], prepare=prepare)
+    await harness.orders.send([envelope()], prepare=prepare)
     assert outcomes == []
-    assert way.backend.count("publish") == 1
+    assert harness.backend.count("publish") == 1
 
 
-async def test_errors_that_trying_again_cannot_cure_are_raised_at_once(way: Way) -> None:
-    way.backend.script("publish", QueueFull("full"))
+async def test_permanent_errors_are_raised_without_a_retry(harness: BatcherHarness) -> None:
+    harness.backend.script("publish", QueueFull("full"))
     with pytest.raises(QueueFull) as caught:
-        await way.send(2)
-    assert way.backend.count("publish") == 1
+        await harness.send(2)
+    assert harness.backend.count("publish") == 1
     assert caught.value.context == {"backend": "faulty", "operation": "send", "queue": "orders"}
 
 
 # -- the circuit breaker ---------------------------------------------------------------------
 
 
-async def open_circuit(way: Way) -> None:
-    way.backend.always("publish", down())
+async def open_circuit(harness: BatcherHarness) -> None:
+    harness.backend.always("publish", down())
     with pytest.raises(CircuitOpen):
-        await way.send()
-    assert way.breaker.state is BreakerState.OPEN
+        await harness.send()
+    assert harness.breaker.state is BreakerState.OPEN
 
 
 @pytest.mark.proves("003-errors-9")
-async def test_after_the_threshold_sends_are_refused_at_once_with_clear_words(way: Way) -> None:
-    await open_circuit(way)
-    assert way.backend.count("publish") == 5
-    started = way.clock.monotonic()
-    with pytest.raises(CircuitOpen, match="open after 5 connection failures in a row") as caught:
-        await way.send()
-    assert way.clock.monotonic() == started
-    assert way.backend.count("publish") == 5
+async def test_after_the_threshold_sends_raise_circuit_open_immediately(
+    harness: BatcherHarness,
+) -> None:
+    await open_circuit(harness)
+    assert harness.backend.count("publish") == 5
+    started = harness.clock.monotonic()
+    with pytest.raises(CircuitOpen, match="open after 5 consecutive connection failures") as caught:
+        await harness.send()
+    assert harness.clock.monotonic() == started
+    assert harness.backend.count("publish") == 5
     assert caught.value.backend == "faulty"
     assert caught.value.operation == "send"
     assert caught.value.queue == "orders"
 
 
-async def test_who_opened_the_circuit_learns_what_failed(way: Way) -> None:
-    way.backend.always("publish", down("no route to host"))
+async def test_the_error_of_the_send_that_opens_the_circuit_has_the_failure_as_its_cause(
+    harness: BatcherHarness,
+) -> None:
+    harness.backend.always("publish", down("no route to host"))
     with pytest.raises(CircuitOpen) as caught:
-        await way.send()
+        await harness.send()
     assert "no route to host" in str(caught.value.cause)
 
 
 @pytest.mark.proves("003-errors-10")
-async def test_it_recovers_by_one_probe(way: Way) -> None:
-    await open_circuit(way)
-    way.backend.heal("publish")
-    await way.clock.advance(30)
-    await way.send()
-    assert way.breaker.state is BreakerState.CLOSED
-    assert way.connection.state is ConnectionState.CONNECTED
+async def test_one_trial_call_closes_the_circuit(harness: BatcherHarness) -> None:
+    await open_circuit(harness)
+    harness.backend.heal("publish")
+    await harness.clock.advance(30)
+    await harness.send()
+    assert harness.breaker.state is BreakerState.CLOSED
+    assert harness.connection.state is ConnectionState.CONNECTED
 
 
-async def test_while_one_probes_the_others_are_refused(way: Way) -> None:
-    await open_circuit(way)
-    way.backend.heal("publish")
-    await way.clock.advance(30)
+async def test_during_a_trial_call_other_sends_are_rejected(harness: BatcherHarness) -> None:
+    await open_circuit(harness)
+    harness.backend.heal("publish")
+    await harness.clock.advance(30)
     gate = asyncio.Event()
-    way.backend.script("publish", gate)
-    probe = way.begin()
+    harness.backend.script("publish", gate)
+    probe = harness.begin()
     await settle()
-    for batcher in (way.orders, way.audit):
-        with pytest.raises(CircuitOpen, match="another call is probing"):
+    for batcher in (harness.orders, harness.audit):
+        with pytest.raises(CircuitOpen, match="a trial call is running"):
             await batcher.send([envelope()])
     gate.set()
     await probe
-    await way.send()
+    await harness.send()
 
 
-async def test_a_probe_into_a_black_hole_opens_it_again(way: Way) -> None:
-    await open_circuit(way)
-    await way.clock.advance(30)
-    way.backend.always("publish", BLACK_HOLE)
+async def test_a_trial_call_without_a_response_opens_the_circuit_again(
+    harness: BatcherHarness,
+) -> None:
+    await open_circuit(harness)
+    await harness.clock.advance(30)
+    harness.backend.always("publish", BLACK_HOLE)
     with pytest.raises(SendTimeout):
-        await way.send()
-    assert way.breaker.state is BreakerState.OPEN
+        await harness.send()
+    assert harness.breaker.state is BreakerState.OPEN
 
 
-async def test_a_cancelled_probe_lets_the_next_send_probe(way: Way) -> None:
-    await open_circuit(way)
-    way.backend.heal("publish")
-    await way.clock.advance(30)
-    way.backend.script("publish", BLACK_HOLE)
-    probe = way.begin()
+async def test_after_a_cancelled_trial_call_the_next_send_is_a_trial_call(
+    harness: BatcherHarness,
+) -> None:
+    await open_circuit(harness)
+    harness.backend.heal("publish")
+    await harness.clock.advance(30)
+    harness.backend.script("publish", BLACK_HOLE)
+    probe = harness.begin()
     await settle()
     probe.cancel()
     await asyncio.wait({probe})
-    assert way.breaker.state is BreakerState.HALF_OPEN
-    await way.send()
-    await way.send()  # it is closed again: more than one passes
+    assert harness.breaker.state is BreakerState.HALF_OPEN
+    await harness.send()
+    await harness.send()  # the circuit is closed, so further sends pass
 
 
-async def test_senders_that_shared_a_round_trip_met_one_failure(way: Way) -> None:
+async def test_senders_that_share_a_round_trip_count_as_one_failure(
+    harness: BatcherHarness,
+) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate, down())
-    sends = [way.begin() for _ in range(100)]
+    harness.backend.script("publish", gate, down())
+    sends = [harness.begin() for _ in range(100)]
     await settle()
     gate.set()
     await asyncio.gather(*sends)
-    assert way.breaker.state is BreakerState.CLOSED
-    assert await way.depth() == 100
+    assert harness.breaker.state is BreakerState.CLOSED
+    assert await harness.depth() == 100
 
 
-async def test_a_group_that_comes_after_the_circuit_opened_is_refused(way: Way) -> None:
+async def test_waiting_sends_are_rejected_when_the_circuit_opens(harness: BatcherHarness) -> None:
     for _ in range(4):
-        way.breaker.record_failure(probe=False)
-    way.backend.always("publish", down())
-    sends = [way.begin() for _ in range(3)]
+        harness.breaker.record_failure(probe=False)
+    harness.backend.always("publish", down())
+    sends = [harness.begin() for _ in range(3)]
     results = await asyncio.gather(*sends, return_exceptions=True)
     assert [type(result) for result in results] == [CircuitOpen] * 3
-    assert way.backend.count("publish") == 1
+    assert harness.backend.count("publish") == 1
 
 
 @pytest.mark.parametrize("error", [QueueFull("full"), PartialSend("some", [])])
-async def test_answers_of_the_broker_do_not_trip_the_breaker(way: Way, error: QueueError) -> None:
-    way.backend.always("publish", error)
+async def test_errors_from_the_broker_do_not_open_the_circuit(
+    harness: BatcherHarness, error: QueueError
+) -> None:
+    harness.backend.always("publish", error)
     for _ in range(20):
         with pytest.raises(type(error)):
-            await way.send(2)
-    assert way.breaker.state is BreakerState.CLOSED
-    way.backend.heal("publish")
-    await way.send()
+            await harness.send(2)
+    assert harness.breaker.state is BreakerState.CLOSED
+    harness.backend.heal("publish")
+    await harness.send()
 
 
-async def test_an_answer_of_the_broker_ends_a_row_of_failures(way: Way) -> None:
+async def test_an_error_from_the_broker_resets_the_failure_count(harness: BatcherHarness) -> None:
     for _ in range(4):
-        way.breaker.record_failure(probe=False)
-    way.backend.script("publish", QueueFull("full"))
+        harness.breaker.record_failure(probe=False)
+    harness.backend.script("publish", QueueFull("full"))
     with pytest.raises(QueueFull):
-        await way.send()
-    way.breaker.record_failure(probe=False)
-    assert way.breaker.state is BreakerState.CLOSED
+        await harness.send()
+    harness.breaker.record_failure(probe=False)
+    assert harness.breaker.state is BreakerState.CLOSED
 
 
 # -- draining --------------------------------------------------------------------------------
 
 
-async def test_draining_waits_for_everything_on_its_way_out(way: Way) -> None:
+async def test_drain_waits_for_all_sends_in_progress(harness: BatcherHarness) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate)
-    sends = [way.begin() for _ in range(3)]
+    harness.backend.script("publish", gate)
+    sends = [harness.begin() for _ in range(3)]
     await settle()
-    draining = asyncio.create_task(way.drain())
+    draining = asyncio.create_task(harness.drain())
     await settle()
     assert not draining.done()
     gate.set()
     await draining
     assert all(send.done() for send in sends)
-    assert await way.depth() == 3
+    assert await harness.depth() == 3
 
 
-async def test_draining_an_idle_sender_takes_no_time(way: Way) -> None:
-    await way.send()
-    started = way.clock.monotonic()
-    await way.drain()
-    assert way.clock.monotonic() == started
+async def test_draining_an_idle_batcher_takes_no_time(harness: BatcherHarness) -> None:
+    await harness.send()
+    started = harness.clock.monotonic()
+    await harness.drain()
+    assert harness.clock.monotonic() == started
 
 
-async def test_draining_into_a_black_hole_ends(way: Way) -> None:
+async def test_drain_ends_even_without_a_response(harness: BatcherHarness) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate, BLACK_HOLE)
-    sends = [way.begin() for _ in range(3)]
+    harness.backend.script("publish", gate, BLACK_HOLE)
+    sends = [harness.begin() for _ in range(3)]
     await settle()
     gate.set()
-    await way.clock.advance(5)
-    started = way.clock.monotonic()
-    await way.drain()
-    assert way.clock.monotonic() - started <= TIMEOUT
+    await harness.clock.advance(5)
+    started = harness.clock.monotonic()
+    await harness.drain()
+    assert harness.clock.monotonic() - started <= TIMEOUT
     await asyncio.gather(*sends, return_exceptions=True)
 
 
-async def test_what_is_left_after_draining_is_cancelled(way: Way) -> None:
+async def test_sends_that_remain_after_the_drain_are_cancelled(harness: BatcherHarness) -> None:
     gate = asyncio.Event()
-    way.backend.script("publish", gate, BLACK_HOLE)
-    first = way.begin()
+    harness.backend.script("publish", gate, BLACK_HOLE)
+    first = harness.begin()
     await settle()
-    rest = asyncio.create_task(way.send())
-    draining = asyncio.create_task(way.drain())
-    await way.clock.advance(5)
-    gate.set()  # only now does the rest leave, and its round trip outlasts the drain
+    rest = asyncio.create_task(harness.send())
+    draining = asyncio.create_task(harness.drain())
+    await harness.clock.advance(5)
+    gate.set()  # the remaining sends start now, and their round trip takes longer than the drain
     await first
     await draining
     await settle()
@@ -587,18 +615,20 @@ async def test_what_is_left_after_draining_is_cancelled(way: Way) -> None:
         await rest
 
 
-async def test_a_sender_that_gave_up_is_not_told_of_the_groups_failure(way: Way) -> None:
+async def test_a_cancelled_sender_does_not_get_the_failure_of_its_batch(
+    harness: BatcherHarness,
+) -> None:
     gates = [asyncio.Event(), asyncio.Event()]
 
-    way.backend.script("publish", *gates)
-    first, second, third = [way.begin() for _ in range(3)]
+    harness.backend.script("publish", *gates)
+    first, second, third = [harness.begin() for _ in range(3)]
     await settle()
     gates[0].set()
     await first
     await settle()
     second.cancel()
     await settle()
-    await way.backend.native.delete("orders")  # so that the group's publish fails
+    await harness.backend.native.delete("orders")  # publishing the batch fails now
     gates[1].set()
     results = await asyncio.gather(second, third, return_exceptions=True)
     assert [type(result) for result in results] == [asyncio.CancelledError, QueueNotFound]

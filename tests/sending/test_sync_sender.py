@@ -1,4 +1,4 @@
-"""``service.sync``: blocking sends for other threads, such as a synchronous handler's."""
+"""``service.sync``: blocking sends from other threads, such as those of synchronous handlers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def make(*handlers: object, backend: FaultyBackend | None = None, **settings: An
 
 
 async def in_thread(work: Callable[[], object]) -> object:
-    """What it returns, or the error it raises, from a thread without a loop."""
+    """Run a call in a thread without an event loop; return its result or raise its error."""
     return await asyncio.to_thread(work)
 
 
-# -- what it does --------------------------------------------------------------------------------
+# -- sends ---------------------------------------------------------------------------------------
 
 
-async def test_a_thread_sends_and_gets_what_the_broker_confirmed() -> None:
+async def test_a_thread_sends_and_gets_the_confirmation() -> None:
     numbers: Channel[int] = Channel("numbers", int)
     async with make() as service:
         assert isinstance(service.sync, SyncSender)
@@ -60,20 +60,20 @@ async def test_a_thread_sends_and_gets_what_the_broker_confirmed() -> None:
         assert service.metrics().messages_sent == 4
 
 
-async def test_errors_are_those_of_the_service() -> None:
+async def test_a_thread_gets_the_same_errors_as_a_caller_of_the_service() -> None:
     numbers: Channel[int] = Channel("numbers", int)
     backend = FaultyBackend()
     async with make(backend=backend, send_timeout=0.2) as service:
         with pytest.raises(InvalidBody):
             await in_thread(lambda: service.sync.send(numbers, "one"))  # type: ignore[misc]
-        with pytest.raises(TypeError, match="did you mean priority"):
+        with pytest.raises(TypeError, match="did you mean 'priority'"):
             await in_thread(lambda: service.sync.send("n", 1, prioriti=1))  # type: ignore[call-overload]
         backend.script("publish", BLACK_HOLE)
         with pytest.raises(SendTimeout):
             await in_thread(lambda: service.sync.send("n", 1))
 
 
-async def test_a_partial_send_says_which_arrived() -> None:
+async def test_a_partial_send_names_the_confirmed_messages() -> None:
     small: Channel[int] = Channel("small", int, max_depth=2)
     async with make() as service:
         service.declare(small)
@@ -96,7 +96,7 @@ async def test_an_iterator_is_read_in_the_thread_that_sends() -> None:
     assert threading.main_thread() not in readers
 
 
-async def test_what_a_subclass_makes_of_send_holds_here_too() -> None:
+async def test_an_overridden_send_of_a_subclass_is_used() -> None:
     class Stamped(QueueService):
         async def send(self, channel: Channel[Any] | str, body: object, **options: Any) -> Sent:
             return await super().send(channel, body, headers={"stamp": "yes"}, **options)
@@ -109,7 +109,7 @@ async def test_what_a_subclass_makes_of_send_holds_here_too() -> None:
 # -- in handlers ---------------------------------------------------------------------------------
 
 
-async def test_a_synchronous_handler_sends_before_its_message_is_acknowledged() -> None:
+async def test_a_synchronous_handler_sends_before_its_message_is_acked() -> None:
     order: list[str] = []
     got: list[int] = []
 
@@ -132,7 +132,7 @@ async def test_a_synchronous_handler_sends_before_its_message_is_acknowledged() 
     assert order == ["confirmed True"]
 
 
-async def test_a_batch_handler_and_many_threads_send_at_once() -> None:
+async def test_a_batch_handler_and_many_threads_can_send_concurrently() -> None:
     got: list[int] = []
 
     @consume("orders", concurrency=8)
@@ -181,7 +181,7 @@ async def test_a_handler_sends_while_the_service_drains() -> None:
     assert backend.count("ack") == 1
 
 
-async def test_a_handler_that_was_left_behind_is_told_that_the_service_has_ended() -> None:
+async def test_a_send_from_an_abandoned_handler_raises_after_shutdown() -> None:
     begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
     raised: list[Exception] = []
 
@@ -203,11 +203,11 @@ async def test_a_handler_that_was_left_behind_is_told_that_the_service_has_ended
     gate.set()
     assert await asyncio.to_thread(ended.wait, 60)
     assert isinstance(raised[0], LifecycleError)
-    assert "make a new QueueService" in str(raised[0])
+    assert "create a new QueueService" in str(raised[0])
 
 
 def test_a_thread_that_waits_when_the_program_ends_is_woken() -> None:
-    """The program returns without a shutdown: asyncio.run cancels what is left, then closes."""
+    """Without a shutdown, asyncio.run cancels the remaining tasks and closes the loop."""
     backend = FaultyBackend()
     service = make(backend=backend)
     outcome: list[BaseException] = []
@@ -232,10 +232,10 @@ def test_a_thread_that_waits_when_the_program_ends_is_woken() -> None:
     assert isinstance(outcome[0], LifecycleError)
 
 
-# -- where it is refused -------------------------------------------------------------------------
+# -- calls that raise ----------------------------------------------------------------------------
 
 
-async def test_in_the_loops_own_thread_it_is_refused_instead_of_hanging() -> None:
+async def test_a_call_in_the_thread_of_the_loop_raises_instead_of_hanging() -> None:
     async with make() as service:
         for call, name in (
             (lambda: service.sync.send("orders", 1), "send"),
@@ -248,17 +248,17 @@ async def test_in_the_loops_own_thread_it_is_refused_instead_of_hanging() -> Non
         assert service.metrics().messages_sent == 0
 
 
-async def test_before_start_and_after_shutdown_it_is_refused() -> None:
+async def test_a_call_before_start_or_after_shutdown_raises() -> None:
     service = make()
     with pytest.raises(LifecycleError, match=r"sync.send\(\) on a service that is new: start it"):
         await in_thread(lambda: service.sync.send("orders", 1))
     async with service:
         pass
-    with pytest.raises(LifecycleError, match=r"is closed: .* make a new QueueService"):
+    with pytest.raises(LifecycleError, match=r"is closed: .* create a new QueueService"):
         await in_thread(lambda: service.sync.send_many("orders", [1]))
 
 
-async def test_a_start_that_failed_leaves_it_refused() -> None:
+async def test_a_call_after_a_failed_start_raises() -> None:
     backend = FaultyBackend()
     backend.script("start", ConnectionError("no"))
     service = make(backend=backend)
@@ -268,7 +268,7 @@ async def test_a_start_that_failed_leaves_it_refused() -> None:
         await in_thread(lambda: service.sync.send("orders", 1))
 
 
-async def test_a_call_during_the_start_is_told_to_wait() -> None:
+async def test_a_call_during_the_start_raises() -> None:
     backend = FaultyBackend()
     gate = asyncio.Event()
     backend.script("start", gate)
@@ -282,7 +282,7 @@ async def test_a_call_during_the_start_is_told_to_wait() -> None:
     await service.shutdown()
 
 
-async def test_a_thread_with_a_loop_of_its_own_may_use_it() -> None:
+async def test_a_thread_with_its_own_loop_can_send() -> None:
     async with make() as service:
 
         async def elsewhere() -> Sent:
@@ -292,12 +292,12 @@ async def test_a_thread_with_a_loop_of_its_own_may_use_it() -> None:
         assert (await service.stats("orders")).depth == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not available")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-async def test_a_forked_child_is_refused_at_once() -> None:
+async def test_a_call_in_a_forked_process_raises_immediately() -> None:
     async with make() as service:
         child = os.fork()
-        if child == 0:  # nothing of pytest may run here
+        if child == 0:  # the child must not continue with pytest
             code = 3
             try:
                 service.sync.send("orders", 1)

@@ -1,4 +1,4 @@
-"""Settings: where they come from, what is refused and how it is said, and that secrets stay so."""
+"""Settings: sources, precedence, validation errors and secrets."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from qkit.settings.model import (
     SettingsValues,
     ShutdownSettings,
 )
+from tests.support.docstrings import attributes
 
 CANARY = "c4n4ry-s3cr3t"
 AMQP = "amqp://user:password@host:5672/vhost"
@@ -58,7 +59,7 @@ def make(**values: Any) -> Settings:
     "003-compat-2",
     "003-compat-4",
 )
-def test_the_defaults_are_the_documented_ones() -> None:
+def test_the_defaults_match_the_documentation() -> None:
     settings = Settings()
     assert settings.type == "native"
     assert settings.retry == RetrySettings(
@@ -73,7 +74,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert settings.default_priority == 5
 
 
-def test_keyword_arguments_win_over_variables_which_win_over_the_file(
+def test_keyword_arguments_override_variables_which_override_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "qkit.toml"
@@ -92,7 +93,7 @@ def test_keyword_arguments_win_over_variables_which_win_over_the_file(
     assert whole.retry == RetrySettings(max_attempts=9)
 
 
-def test_variables_may_hold_a_section_as_json_and_empty_ones_are_unset(
+def test_a_variable_may_hold_a_section_as_json_and_an_empty_one_is_unset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("QKIT_RETRY", '{"max_attempts": 7}')
@@ -100,14 +101,14 @@ def test_variables_may_hold_a_section_as_json_and_empty_ones_are_unset(
     assert Settings().retry.max_attempts == 7
 
 
-def test_variables_that_are_no_settings_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_qkit_variables_that_are_not_settings_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("QKIT_TEST_REDIS_URL", "QKIT_TOKEN", "QKIT_SERVICE_HOST"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("QKIT_PORT_6379_TCP_ADDR", "10.0.0.1")
     assert Settings() == Settings(type="native")
 
 
-def test_a_variable_names_the_file_beneath_arguments_and_variables(
+def test_a_variable_names_the_file_that_arguments_and_variables_override(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "app.toml"
@@ -118,7 +119,7 @@ def test_a_variable_names_the_file_beneath_arguments_and_variables(
     assert (settings.prefetch, settings.send_timeout, settings.ack_deadline) == (20, 4, 8)
     other = tmp_path / "other.toml"
     other.write_text("")
-    assert Settings.load(other).prefetch is None  # one file, the one that was said
+    assert Settings.load(other).prefetch is None  # the given file replaces QKIT_CONFIG
     monkeypatch.setenv("QKIT_CONFIG", str(tmp_path / "nowhere.toml"))
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         Settings()
@@ -127,14 +128,14 @@ def test_a_variable_names_the_file_beneath_arguments_and_variables(
 
 
 @pytest.mark.parametrize("table", ["", "[qkit]\n"])
-def test_a_file_holds_the_fields_at_the_top_or_in_a_table(tmp_path: Path, table: str) -> None:
+def test_a_file_has_the_fields_at_the_top_level_or_in_a_table(tmp_path: Path, table: str) -> None:
     file = tmp_path / "app.toml"
     file.write_text(f"{table}type = 'kafka'\nurl = 'a:9092, b:9092'\n")
     settings = Settings.load(str(file))
     assert settings.url == SecretStr("a:9092,b:9092")
 
 
-def test_the_rest_of_a_shared_file_is_not_looked_at(tmp_path: Path) -> None:
+def test_other_tables_of_a_shared_file_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "app.toml"
     file.write_text(
         "title = 'app'\n[qkit]\nprefetch = 5\n[qkit.retry]\nmax_attempts = 2\n[other]\n"
@@ -154,7 +155,7 @@ def test_the_rest_of_a_shared_file_is_not_looked_at(tmp_path: Path) -> None:
         (b"[retry]\nmax_attemps = 3", ["retry.max_attemps (in ", "'max_attempts'"]),
     ],
 )
-def test_a_bad_file_is_named_with_its_line(
+def test_an_error_names_the_invalid_file_and_the_line(
     tmp_path: Path, content: bytes | None, expected: list[str]
 ) -> None:
     file = tmp_path / "qkit.toml"
@@ -166,7 +167,7 @@ def test_a_bad_file_is_named_with_its_line(
         assert word in str(caught.value)
 
 
-# What is refused
+# Validation errors
 
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [
@@ -187,7 +188,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"type": "kafka", "url": "a:9092,b"}, ["broker 2", BROKERS]),
     ({"type": "kafka", "url": "kafka://a:9092"}, ["no scheme", BROKERS]),
     ({"type": "redis", "mode": "list", "url": "host:6379"}, ["redis:// or rediss://", REDIS]),
-    ({"type": "redis", "mode": "list", "url": "redis://h/main"}, ["number of a database"]),
+    ({"type": "redis", "mode": "list", "url": "redis://h/main"}, ["database number"]),
     ({"type": "redis", "mode": "lists", "url": REDIS}, ["mode", "'list', 'pubsub'", "'lists'"]),
     ({"type": "redis", "mode": "pubsub", "url": REDIS, "reliable": True}, ["mode='list'"]),
     ({"type": "redis", "mode": "pubsub", "url": REDIS, "ack_deadline": 5}, ["leases"]),
@@ -198,7 +199,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"type": "rabbitmq", "url": AMQP, "partitions": 3}, ["partitions: belongs to kafka"]),
     ({"type": "kafka", "url": BROKERS, "path": "data"}, ["path: belongs to native"]),
     ({"type": "rabbitmq", "url": AMQP, "ack_deadline": 5}, ["belongs to native and redis"]),
-    ({"replicas": 2}, ["replicas: native keeps one copy"]),
+    ({"replicas": 2}, ["replicas: native stores one copy"]),
     ({"fsync": "never"}, ["fsync: has no effect in memory", "path"]),
     ({"path": "data", "fsync_interval": 2.0}, ["fsync='interval'"]),
     ({"path": ""}, ["path: is empty", "memory only"]),
@@ -222,7 +223,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"dead_letter": {"suffix": "a/b"}}, ["dead_letter.suffix", "'_dlq'"]),
     ({"prefech": 5}, ["prefech", "did you mean 'prefetch'"]),
     ({"maxAttempts": 5}, ["did you mean 'retry.max_attempts'"]),
-    ({"_env_file": ".env"}, ["_env_file: there is no such setting"]),
+    ({"_env_file": ".env"}, ["_env_file: unknown setting"]),
     ({"type": "kafka", "url": BROKERS, "sasl_username": "u"}, ["sasl_password: missing"]),
     ({"type": "kafka", "url": BROKERS, "tls_ca_file": "nowhere.pem"}, ["no such file"]),
     ({"type": "kafka", "url": BROKERS, "tls_key_file": __file__}, ["tls_cert_file: missing"]),
@@ -244,7 +245,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     "003-config-10",
 )
 @pytest.mark.parametrize(("values", "expected"), BAD, ids=[str(row[0])[:60] for row in BAD])
-def test_what_is_wrong_is_said_with_what_to_do(values: dict[str, Any], expected: list[str]) -> None:
+def test_an_error_says_what_is_wrong_and_what_to_do(
+    values: dict[str, Any], expected: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         make(**values)
     for word in expected:
@@ -252,7 +255,7 @@ def test_what_is_wrong_is_said_with_what_to_do(values: dict[str, Any], expected:
 
 
 @pytest.mark.proves("003-config-1")
-def test_one_error_lists_every_problem_on_a_line_of_its_own() -> None:
+def test_one_error_lists_every_problem_on_its_own_line() -> None:
     with pytest.raises(ConfigError) as caught:
         make(tpye="kafka", prefetch=0, mode="list", retry={"jitter": 2, "max_attempts": "x"})
     heading, *lines = str(caught.value).splitlines()
@@ -272,13 +275,13 @@ def test_one_error_lists_every_problem_on_a_line_of_its_own() -> None:
         ("QKIT_PREFECH", "5", ["QKIT_PREFECH", "did you mean QKIT_PREFETCH?"]),
         ("QKIT_RETRY_MAX_ATTEMPTS", "5", ["did you mean QKIT_RETRY__MAX_ATTEMPTS?"]),
         ("QKIT_RETRY__MAX_ATEMPTS", "5", ["(from QKIT_RETRY__MAX_ATEMPTS)", "'max_attempts'"]),
-        ("QKIT_ZZZ", "5", ["QKIT_ZZZ: this environment variable sets nothing; remove it"]),
+        ("QKIT_ZZZ", "5", ["QKIT_ZZZ: unknown environment variable; remove it"]),
         ("QKIT_PREFETCH", "ten", ["prefetch (from QKIT_PREFETCH): expected an int"]),
         ("QKIT_RETRY", "often", ["retry (from QKIT_RETRY): expected a RetrySettings"]),
         ("QKIT_MODE", "list", ["mode (from QKIT_MODE): belongs to redis"]),
     ],
 )
-def test_a_wrong_variable_is_named(
+def test_an_error_names_the_invalid_variable(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: list[str]
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -288,7 +291,7 @@ def test_a_wrong_variable_is_named(
         assert word in str(caught.value)
 
 
-def test_a_section_alone_raises_the_same_error() -> None:
+def test_an_invalid_section_raises_a_config_error() -> None:
     bad: dict[str, Any] = {"max_attempts": 0, "multiplyer": 3}
     with pytest.raises(ConfigError) as caught:
         RetrySettings(**bad)
@@ -296,7 +299,7 @@ def test_a_section_alone_raises_the_same_error() -> None:
     assert "did you mean 'multiplier'" in str(caught.value)
 
 
-def test_settings_and_sections_do_not_change() -> None:
+def test_settings_and_sections_are_immutable() -> None:
     settings = Settings()
     with pytest.raises(ValidationError, match="frozen"):
         settings.prefetch = 5
@@ -308,7 +311,7 @@ def test_settings_and_sections_do_not_change() -> None:
 
 
 @pytest.mark.proves("003-compat-5", "003-compat-6", "003-compat-7")
-def test_redis_without_a_mode_is_pubsub_with_a_word_of_warning(
+def test_redis_without_a_mode_means_pubsub_and_warns(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with pytest.warns(DeprecationWarning, match="Set mode='list' or mode='pubsub'") as caught:
@@ -324,7 +327,7 @@ def test_redis_without_a_mode_is_pubsub_with_a_word_of_warning(
 
 
 @pytest.mark.proves("003-compat-4", "003-compat-7")
-def test_an_explicit_mode_warns_of_nothing() -> None:
+def test_an_explicit_mode_does_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Settings(type="redis", url=REDIS, mode="list").mode == "list"
@@ -336,22 +339,22 @@ def test_an_explicit_mode_warns_of_nothing() -> None:
 @pytest.mark.proves("003-config-3")
 def test_a_registered_backend_is_accepted_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     added = metadata.EntryPoints([metadata.EntryPoint("nats", "x:y", "qkit.backends")])
-    asked: list[str] = []
+    groups: list[str] = []
 
     def entry_points(*, group: str) -> metadata.EntryPoints:
-        asked.append(group)
+        groups.append(group)
         return added
 
     monkeypatch.setattr(metadata, "entry_points", entry_points)
     Settings(type="native")
-    assert asked == []
+    assert groups == []
     settings = Settings(type="nats", url="nats://u:p@host", path="data")
     assert (settings.backend_key, settings.effective_prefetch) == ("nats", 10)
     with pytest.raises(ConfigError, match="redis, nats"):
         Settings(type="natz")
 
 
-# What the service asks
+# Derived values
 
 
 @pytest.mark.proves("000-config-7", "003-dlq-5", "003-redis-1", "003-speed-1", "003-speed-4")
@@ -374,7 +377,7 @@ def test_a_registered_backend_is_accepted_and_listed(monkeypatch: pytest.MonkeyP
         ({"dead_letter": {"suffix": "-dead"}}, "native-memory", 10, "orders-dead"),
     ],
 )
-def test_what_follows_from_the_choice(
+def test_backend_key_prefetch_and_dead_letter_name_depend_on_the_backend(
     values: dict[str, Any], key: str, prefetch: int, dead_letters: str
 ) -> None:
     settings = make(**values)
@@ -395,7 +398,9 @@ def test_what_follows_from_the_choice(
         ({"type": "kafka", "url": BROKERS, "tls_ca_file": __file__}, True),
     ],
 )
-def test_whether_the_connection_is_encrypted(values: dict[str, Any], encrypted: bool) -> None:
+def test_uses_tls_depends_on_the_url_and_the_tls_settings(
+    values: dict[str, Any], encrypted: bool
+) -> None:
     assert make(**values).uses_tls is encrypted
 
 
@@ -415,11 +420,11 @@ def test_whether_the_connection_is_encrypted(values: dict[str, Any], encrypted: 
         ("a:9092,b:9092", "a:9092,b:9092"),
     ],
 )
-def test_an_address_is_shown_without_its_password(url: str, shown: str) -> None:
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert rules.mask_url(url) == shown
 
 
-def shapes(settings: Settings) -> list[str]:
+def representations(settings: Settings) -> list[str]:
     return [
         repr(settings),
         str(settings),
@@ -445,12 +450,12 @@ def shapes(settings: Settings) -> list[str]:
         },
     ],
 )
-def test_no_secret_is_shown_and_none_is_lost(
+def test_secrets_are_hidden_but_kept(
     values: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         settings = make(**values)
-    assert all(CANARY not in shape for shape in [*shapes(settings), caplog.text])
+    assert all(CANARY not in text for text in [*representations(settings), caplog.text])
     secret = settings.sasl_password or settings.url
     assert secret is not None
     assert CANARY in secret.get_secret_value()
@@ -477,7 +482,7 @@ def test_no_secret_is_shown_and_none_is_lost(
         {"retry": CANARY},
     ],
 )
-def test_no_error_repeats_a_secret(values: dict[str, Any]) -> None:
+def test_no_error_contains_a_secret(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         make(**values)
     assert CANARY not in str(caught.value)
@@ -485,14 +490,16 @@ def test_no_error_repeats_a_secret(values: dict[str, Any]) -> None:
     assert caught.value.__context__ is None
 
 
-def test_a_numeric_password_is_not_repeated_either() -> None:
+def test_no_error_contains_a_numeric_password() -> None:
     with pytest.raises(ConfigError) as caught:
         make(type="kafka", url=BROKERS, sasl_password=31337, sasl_username="u")
     assert "31337" not in str(caught.value)
 
 
 @pytest.mark.parametrize("fault", [f"sasl_password = {CANARY}".encode(), b"prefix = '\xff'"])
-def test_a_file_that_cannot_be_read_shows_nothing_of_itself(tmp_path: Path, fault: bytes) -> None:
+def test_an_error_about_an_invalid_file_does_not_show_its_content(
+    tmp_path: Path, fault: bytes
+) -> None:
     file = tmp_path / "qkit.toml"
     file.write_bytes(f"url = 'amqp://u:{CANARY}@host'\n".encode() + fault)
     with pytest.raises(ConfigError) as caught:
@@ -502,7 +509,7 @@ def test_a_file_that_cannot_be_read_shows_nothing_of_itself(tmp_path: Path, faul
     assert caught.value.__context__ is None
 
 
-def test_settings_inside_another_model_hide_their_input_as_well() -> None:
+def test_settings_inside_another_model_hide_their_input() -> None:
     class App(BaseModel):
         queue: Settings
 
@@ -516,6 +523,7 @@ def test_settings_inside_another_model_hide_their_input_as_well() -> None:
 
 def rows(model: type[BaseModel], prefix: str = "") -> list[str]:
     found = []
+    descriptions = attributes(model)
     for name, info in model.model_fields.items():
         if error_messages.is_section(info.annotation):
             found += rows(info.annotation, f"{prefix}{name}.")
@@ -524,23 +532,23 @@ def rows(model: type[BaseModel], prefix: str = "") -> list[str]:
         found.append(
             f"| `{prefix}{name}` | {error_messages.expected(info)} "
             f"| {error_messages.default(name, info)} "
-            f"| {owners or 'all'} | {info.description} |"
+            f"| {owners or 'all'} | {descriptions[name].replace('``', '`')} |"
         )
     return found
 
 
 @pytest.mark.proves("003-docs-3")
-def test_the_reference_page_tells_every_field_as_it_is() -> None:
+def test_the_reference_page_matches_every_field() -> None:
     page = [line for line in REFERENCE.read_text().splitlines() if line.startswith("| `")]
-    assert page == rows(Settings), "docs/configuration.md should hold:\n" + "\n".join(
+    assert page == rows(Settings), "docs/configuration.md should contain:\n" + "\n".join(
         rows(Settings)
     )
 
 
 @pytest.mark.proves("003-docs-8")
-def test_type_checkers_know_every_field() -> None:
+def test_settings_values_has_every_field() -> None:
     assert list(SettingsValues.__annotations__) == list(Settings.model_fields)
 
 
-def test_every_owned_field_exists() -> None:
+def test_every_field_in_the_table_of_backends_exists() -> None:
     assert set(rules.BACKENDS_BY_FIELD) <= set(Settings.model_fields)

@@ -1,9 +1,10 @@
-"""A driver that tests kill: takes a channel to Parquet, or to another channel.
+"""Spark driver that tests kill; it copies a channel to Parquet files or to another channel.
 
-python -m tests.spark.archiver OPTIONS CHECKPOINT TARGET [all]
+    python -m tests.spark.archiver OPTIONS CHECKPOINT TARGET [all]
 
-OPTIONS are those of the channel, TARGET is a directory or the options of the other channel; both
-options are JSON. With "all" it ends when it has all that is there; else it goes on until killed.
+OPTIONS are the options of the channel, as JSON. TARGET is a directory, or the options of the other
+channel, as JSON. With ``all``, the driver exits after it has copied the available messages;
+otherwise it runs until it is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.spark.conftest import session
 
 
 def main(options: dict[str, str], checkpoint: str, target: str, everything: bool) -> None:
-    spark = session("local[2,4]")  # a task is tried four times, as on a cluster
+    spark = session("local[2,4]")  # four attempts per task, as on a cluster
     stream = spark.readStream.format("qkit").options(**options).load()
     writer = stream.selectExpr("cast(value as string) as value").writeStream.option(
         "checkpointLocation", checkpoint

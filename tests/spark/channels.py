@@ -1,4 +1,4 @@
-"""What the tests of Spark share that need no session: channels, and rows as Spark sees them."""
+"""Helpers for tests without a Spark session: services, and the rows of stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from qkit import SyncQueueService
 from qkit.spark import staging
-from qkit.spark.options import plan_of
+from qkit.spark.options import parse_options
 from qkit.spark.staging import StageFile
 
 BROKERS = ["redis", "rabbitmq", "kafka", "native"]
@@ -17,7 +17,7 @@ BROKERS = ["redis", "rabbitmq", "kafka", "native"]
 
 @contextmanager
 def service_of(options: Mapping[str, str]) -> Iterator[SyncQueueService]:
-    with SyncQueueService(plan_of(options).settings) as service:
+    with SyncQueueService(parse_options(options).settings) as service:
         yield service
 
 

@@ -1,4 +1,4 @@
-"""One Spark for all of its tests: it takes seconds to start."""
+"""Fixtures of the Spark tests, which share one session because it takes seconds to start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def connector() -> str:
-    """The jars of Spark's Kafka connector, joined by commas; none where they cannot be had."""
+    """Return the paths of the Kafka connector's jars, separated by commas; empty if unavailable."""
     done = subprocess.run(
         [str(ROOT / "scripts" / "spark-jars")], capture_output=True, text=True, check=False
     )
@@ -30,7 +30,7 @@ def connector() -> str:
 
 def session(master: str, **conf: str) -> SparkSession:
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    # Executors import qkit and the models of the tests as this process does.
+    # Executors must import the same qkit and test models as this process.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     builder = SparkSession.builder.master(master)
     for name, value in {
@@ -46,7 +46,7 @@ def session(master: str, **conf: str) -> SparkSession:
     }.items():
         builder = builder.config(name, value)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs, not ours
+        warnings.simplefilter("ignore")  # PySpark's own warnings
         spark = builder.getOrCreate()
         spark.sparkContext.setLogLevel("OFF")
     qkit.spark.register(spark)
@@ -55,7 +55,7 @@ def session(master: str, **conf: str) -> SparkSession:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """Two cores, and a task that fails is tried once more."""
+    """Spark session with two cores and two attempts per task."""
     spark = session("local[2,2]", **{"spark.jars": connector()})
     yield spark
     spark.stop()
@@ -63,25 +63,25 @@ def spark() -> Iterator[SparkSession]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A native engine's."""
+    """Path of a native directory that does not exist yet."""
     return tmp_path / "data"
 
 
 @pytest.fixture
 def native(directory: Path) -> dict[str, str]:
-    """Options of a native channel in that directory."""
+    """Options of the native engine in ``directory``."""
     return {"type": "native", "path": str(directory)}
 
 
 @pytest.fixture
 def redis_list(redis_url: str) -> Callable[[str], dict[str, Any]]:
-    """Options of a channel in Redis."""
+    """Function that returns the options of a channel on a Redis list."""
     return lambda channel: {"channel": channel, "type": "redis", "mode": "list", "url": redis_url}
 
 
 @pytest.fixture
 def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Options of a channel that is new, and gone afterwards."""
+    """Options of a new channel on the requested backend; the channel is deleted afterwards."""
     kind = request.param
     chosen = {"channel": f"spark-{new_id()}", "type": kind}
     if kind == "native":
@@ -96,4 +96,4 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str
             try:
                 service.delete(name)
             except Exception:
-                continue  # not every test makes both
+                continue  # not every test creates both queues

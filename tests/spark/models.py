@@ -1,4 +1,4 @@
-"""Types that executors import by name."""
+"""Pydantic models that executors import by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Order(BaseModel):
 
 
 class Deadly(BaseModel):
-    """The row 777 kills the process that validates it, the first time."""
+    """Model that kills the validating process once, at the row with the id 777."""
 
     id: int
     mark: Path

@@ -1,8 +1,8 @@
-"""A driver whose executors are processes of their own: ``python -m tests.spark.on_a_cluster …``.
+"""Driver with executors in separate processes: ``python -m tests.spark.on_a_cluster …``.
 
-Writes to native and to Redis, while a worker is killed once; reads back and streams, and prints
-what it found as JSON. So it does for a relative native path, which executors, who have working
-directories of their own, must not take for theirs.
+It writes to a native directory and to Redis while one worker is killed, reads the messages as a
+batch and as a stream, and prints the counts as JSON. It also writes to a relative native path,
+which executors must not resolve against their own working directories.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def main(native: dict[str, str], redis: dict[str, str], directory: str) -> dict[
 
 
 def relative(spark: SparkSession, options: dict[str, str]) -> list[int]:
-    """Write by a relative path; how many dead letters and messages there are then."""
+    """Write to a relative path and return the numbers of dead letters and messages."""
     frame = spark.range(0, 105, 1, 4).selectExpr("id", "double(if(id < 5, -1, 1)) as total")
     frame.write.format("qkit").mode("append").options(
         **options, channel="orders", model="tests.spark.models:Order", on_invalid="dead_letter"
     ).save()
     reader = spark.read.format("qkit").options(**options, channel="orders")
     numbers = [reader.option("dead_letters", flag).load().count() for flag in ("true", "false")]
-    with pytest.raises(Exception, match="no channel 'nobody'"):
-        spark.read.format("qkit").options(**options, channel="nobody").load().count()
+    with pytest.raises(Exception, match="no channel 'missing'"):
+        spark.read.format("qkit").options(**options, channel="missing").load().count()
     return numbers
 
 
 def counts(frame: DataFrame) -> list[int]:
-    """How many messages, and how many different ones."""
+    """Return the numbers of messages and of distinct messages."""
     return list(frame.selectExpr("count(value)", "count(distinct value)").collect()[0])
 
 

@@ -1,4 +1,4 @@
-"""What readers do before they read: nothing is created, and bulk files are imported."""
+"""Reads of existing and missing channels: none is created, and bulk files are imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qkit.spark import staging
 from qkit.spark.batch_reader import BatchReader
 from qkit.spark.columns import Columns
 from qkit.spark.native_log import NativeLog
-from qkit.spark.options import Plan, plan_of
+from qkit.spark.options import Plan, parse_options
 from qkit.spark.stream_reader import StreamReader
 from qkit.spark.writer import BatchWriter
 from tests.spark.channels import BROKERS, service_of, values
@@ -40,7 +40,7 @@ def native(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def new(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
-    """Options of a channel that does not exist."""
+    """Options of a channel that does not exist yet."""
     kind = request.param
     chosen = {"channel": f"spark-{new_id()}", "type": kind, "stage": str(tmp_path / "stage")}
     if kind == "native":
@@ -50,52 +50,52 @@ def new(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
 
 
 def snapshot(options: dict[str, str]) -> list[int]:
-    reader = BatchReader(plan_of(options))
+    reader = BatchReader(parse_options(options))
     return values(
         [
             row
-            for piece in reader.partitions()
-            for batch in reader.read(piece)
+            for partition in reader.partitions()
+            for batch in reader.read(partition)
             for row in batch.to_pylist()
         ]
     )
 
 
 def stream(options: dict[str, str], start: dict[str, Any] | None = None) -> list[int]:
-    """What a stream with ``availableNow`` reads."""
-    reader = StreamReader(plan_of(options))
+    """Return the values that a stream with the trigger ``availableNow`` reads."""
+    reader = StreamReader(parse_options(options))
     try:
         start = start or reader.initialOffset()
         reader.prepareForTriggerAvailableNow()
         end = reader.latestOffset(start, ReadAllAvailable())
-        return between(reader, start, end)
+        return read_values(reader, start, end)
     finally:
         reader.stop()
 
 
-def between(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
+def read_values(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
     return values(
         [
             row
-            for piece in reader.partitions(start, end)
-            for batch in pickle.loads(pickle.dumps(reader)).read(piece)
+            for partition in reader.partitions(start, end)
+            for batch in pickle.loads(pickle.dumps(reader)).read(partition)
             for row in batch.to_pylist()
         ]
     )
 
 
 def publish(options: dict[str, str], *bodies: int) -> None:
-    """What a Spark job does: tasks write parts, the driver publishes them."""
-    writer = BatchWriter(plan_of(options), Columns("text", ()))
+    """Publish messages as a Spark job does: a task writes a part, and the driver publishes it."""
+    writer = BatchWriter(parse_options(options), Columns("text", ()))
     batch = pa.RecordBatch.from_pydict({"value": [str(body) for body in bodies]})
     writer.commit([pickle.loads(pickle.dumps(writer)).write(iter([batch]))])
 
 
-class TestChannelsThatDoNotExist:
+class TestMissingChannel:
     @pytest.mark.parametrize("read", [snapshot, stream])
     @pytest.mark.parametrize("more", [{}, {"dead_letters": "true"}, {"consume": "true"}], ids=str)
     @pytest.mark.parametrize("new", BROKERS, indirect=True)
-    def test_are_an_error_and_are_not_created(
+    def test_a_read_fails_and_creates_nothing(
         self, new: dict[str, str], more: dict[str, str], read: Callable[[dict[str, str]], object]
     ) -> None:
         with pytest.raises(QueueNotFound, match=new["channel"]) as raised:
@@ -108,16 +108,16 @@ class TestChannelsThatDoNotExist:
                 read({**new, **more})
             assert list(Path(new["path"]).iterdir()) == []
             return
-        plan = plan_of(new)
+        plan = parse_options(new)
         with service_of(new) as service:
-            if new["type"] != "rabbitmq":  # which has no list of all queues
+            if new["type"] != "rabbitmq":  # AMQP cannot list queues
                 assert not [name for name in service.queues() if new["channel"] in name]
-            for name in (plan.channel, plan.letters):
+            for name in (plan.channel, plan.dead_letter_name):
                 with pytest.raises(QueueNotFound):
                     service.stats(name)
 
     @pytest.mark.parametrize("new", ["redis", "rabbitmq", "native"], indirect=True)
-    def test_a_topic_must_exist_and_its_group_need_not(
+    def test_a_topic_must_exist_but_its_group_is_created(
         self, new: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("qkit.spark.stage_consumer.FIRST_FILL_TIMEOUT_SECONDS", 1.0)
@@ -126,12 +126,14 @@ class TestChannelsThatDoNotExist:
             stream(topic)
         with service_of(new) as service:
             service.publish(new["channel"], 1)
-            assert stream(topic) == [], "a group receives from its first declaration on"
+            assert stream(topic) == [], "the group received a message from before its declaration"
             service.publish(new["channel"], 2)
             assert stream(topic) == [2]
             service.delete(new["channel"])
 
-    def test_another_channel_of_the_directory_is_not_enough(self, native: dict[str, str]) -> None:
+    def test_a_missing_channel_is_not_found_next_to_other_channels(
+        self, native: dict[str, str]
+    ) -> None:
         with service_of(native) as service:
             service.send("other", 1)
             service.send("deleted", 1)
@@ -143,37 +145,41 @@ class TestChannelsThatDoNotExist:
         assert not (Path(native["path"]) / "readers").exists()
 
     @pytest.mark.parametrize("options", BROKERS, indirect=True)
-    def test_a_channel_without_dead_letters_has_none(
+    def test_a_channel_without_a_dead_letter_queue_has_no_dead_letters(
         self, options: dict[str, str], tmp_path: Path
     ) -> None:
-        letters = {**options, "dead_letters": "true", "stage": str(tmp_path / "stage")}
+        dead_letters = {**options, "dead_letters": "true", "stage": str(tmp_path / "stage")}
         with service_of({**options, "dead_letter.enabled": "false"}) as service:
             service.send(options["channel"], 1)
-        assert snapshot(letters) == []
-        assert stream(letters) == []
+        assert snapshot(dead_letters) == []
+        assert stream(dead_letters) == []
 
     @pytest.mark.parametrize("options", ["kafka"], indirect=True)
-    def test_dead_letters_that_come_later_are_found(self, options: dict[str, str]) -> None:
+    def test_a_stream_finds_a_dead_letter_queue_that_is_created_later(
+        self, options: dict[str, str]
+    ) -> None:
         with service_of({**options, "dead_letter.enabled": "false"}) as service:
             service.send(options["channel"], 1)
-        reader = StreamReader(plan_of({**options, "dead_letters": "true"}))
+        reader = StreamReader(parse_options({**options, "dead_letters": "true"}))
         start = reader.initialOffset()
         assert reader.latestOffset(start, ReadAllAvailable()) == start
         writer = BatchWriter(
-            plan_of({**options, "model": "tests.spark.models:Order", "on_invalid": "dead_letter"}),
+            parse_options(
+                {**options, "model": "tests.spark.models:Order", "on_invalid": "dead_letter"}
+            ),
             Columns("row", ()),
         )
         writer.write(iter([pa.RecordBatch.from_pylist([{"id": 1, "total": -1.0}])]))
         end = reader.latestOffset(start, ReadAllAvailable())
-        assert between_ids(reader, start, end) == [{"id": 1, "total": -1.0}]
+        assert read_bodies(reader, start, end) == [{"id": 1, "total": -1.0}]
         reader.stop()
 
 
-def between_ids(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[Any]:
+def read_bodies(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[Any]:
     return [
         json.loads(row["value"])
-        for piece in reader.partitions(start, end)
-        for batch in reader.read(piece)
+        for partition in reader.partitions(start, end)
+        for batch in reader.read(partition)
         for row in batch.to_pylist()
     ]
 
@@ -181,7 +187,7 @@ def between_ids(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]
 class TestBulkFiles:
     @pytest.mark.parametrize("read", [snapshot, stream])
     @pytest.mark.parametrize("consume", ["false", "true"])
-    def test_are_seen_although_no_engine_was_ever_there(
+    def test_bulk_files_are_read_if_no_engine_has_opened_the_directory(
         self,
         native: dict[str, str],
         consume: str,
@@ -192,7 +198,7 @@ class TestBulkFiles:
         assert read({**native, "consume": consume, "stage": str(tmp_path / "stage")}) == [1, 2, 3]
         assert published_jobs(Path(native["path"])) == []
 
-    def test_are_seen_while_another_process_owns_the_directory(
+    def test_bulk_files_are_read_while_another_process_owns_the_directory(
         self, native: dict[str, str]
     ) -> None:
         with owner(native):
@@ -201,43 +207,41 @@ class TestBulkFiles:
             publish(native, 3)
             assert snapshot(native) == [1, 2, 3]
 
-    def test_are_seen_although_the_owner_was_killed_before_it_imported_them(
+    def test_bulk_files_are_read_after_the_owner_was_killed_before_the_import(
         self, native: dict[str, str]
     ) -> None:
         with owner(native) as process:
-            os.kill(process.pid, signal.SIGSTOP)  # it holds the lock and does nothing
+            os.kill(process.pid, signal.SIGSTOP)  # it keeps the lock but imports nothing
             publish(native, 1, 2)
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             assert stream(native) == [1, 2]
 
-    def test_offsets_mean_the_same_before_and_after_the_import(
-        self, native: dict[str, str]
-    ) -> None:
+    def test_offsets_are_stable_across_an_import(self, native: dict[str, str]) -> None:
         with service_of(native) as service:
             service.send_many("orders", range(3))
-        reader = StreamReader(plan_of(native))
+        reader = StreamReader(parse_options(native))
         start = reader.initialOffset()
         first = reader.latestOffset(start, ReadAllAvailable())
-        assert between(reader, start, first) == [0, 1, 2]
+        assert read_values(reader, start, first) == [0, 1, 2]
         publish(native, 3, 4)
-        assert between(reader, start, first) == [0, 1, 2], "it waits in the inbox"
+        assert read_values(reader, start, first) == [0, 1, 2], "the bulk file changed the offsets"
         second = reader.latestOffset(first, ReadAllAvailable())
-        for _ in range(2):  # a stream that Spark starts again asks for the same
-            assert between(reader, start, first) == [0, 1, 2]
-            assert between(reader, first, second) == [3, 4]
-            reader = StreamReader(plan_of(native))
-        latest = StreamReader(plan_of({**native, "starting": "latest"}))
+        for _ in range(2):  # a restarted stream reads the same offsets
+            assert read_values(reader, start, first) == [0, 1, 2]
+            assert read_values(reader, first, second) == [3, 4]
+            reader = StreamReader(parse_options(native))
+        latest = StreamReader(parse_options({**native, "starting": "latest"}))
         publish(native, 5)
         begin = latest.initialOffset()
-        assert between(latest, begin, latest.latestOffset(begin, ReadAllAvailable())) == []
+        assert read_values(latest, begin, latest.latestOffset(begin, ReadAllAvailable())) == []
         assert stream(native, second) == [5]
 
-    def test_one_without_rows_creates_its_channel(self, native: dict[str, str]) -> None:
+    def test_a_bulk_file_without_rows_creates_its_channel(self, native: dict[str, str]) -> None:
         publish(native)
         assert snapshot(native) == stream(native) == []
 
-    def test_one_that_is_damaged_is_an_error_for_its_channel_alone(
+    def test_a_damaged_bulk_file_is_an_error_only_for_its_channel(
         self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(bulk_import, "CHECK_AFTER_SECONDS", 0.2)
@@ -256,7 +260,7 @@ class TestBulkFiles:
             with pytest.raises(LogDamaged, match="bad/00000000"):
                 read({**native, "channel": "other"})
 
-    def test_one_that_is_refused_is_an_error_for_its_channel_alone(
+    def test_a_rejected_bulk_file_is_an_error_only_for_its_channel(
         self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(bulk_import, "CHECK_AFTER_SECONDS", 0.2)
@@ -272,7 +276,7 @@ class TestBulkFiles:
             with pytest.raises(ConfigError, match="max_depth"):
                 read({**native, "channel": "other"})
 
-    def test_one_that_its_owner_does_not_import_is_an_outage(
+    def test_a_bulk_file_that_the_owner_does_not_import_is_an_outage(
         self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(bulk_import, "CHECK_AFTER_SECONDS", 0.1)
@@ -288,12 +292,12 @@ class TestBulkFiles:
 
 
 async def refuse(self: object) -> None:
-    raise BackendUnavailable("the owner does not answer")
+    raise BackendUnavailable("the owner does not respond")
 
 
 @contextmanager
 def owner(options: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Another process that owns the directory, as a worker does."""
+    """Run another process that owns the directory, as a worker would."""
     program = (
         "import sys, json\n"
         "from tests.spark.channels import service_of\n"
@@ -320,12 +324,12 @@ def owner(options: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
             pipe.close()
 
 
-class TestExecutorsThatSeeAnotherDirectory:
-    """As on a cluster whose machines have each a directory of that name."""
+class TestUnsharedDirectory:
+    """Executors on machines where the path is another directory or does not exist."""
 
     @pytest.fixture(params=["missing", "another"])
-    def elsewhere(self, request: pytest.FixtureRequest, native: dict[str, str]) -> Any:
-        """Make the process see what another machine has under the path of the directory."""
+    def replace_directory(self, request: pytest.FixtureRequest, native: dict[str, str]) -> Any:
+        """Function that replaces the directory with the state of another machine."""
 
         def move() -> Path:
             path = Path(native["path"])
@@ -340,91 +344,93 @@ class TestExecutorsThatSeeAnotherDirectory:
     def files(self, path: Path) -> list[Path]:
         return sorted(path.rglob("*"))
 
-    def test_fail_a_write_and_leave_nothing(
-        self, native: dict[str, str], elsewhere: Callable[[], Path]
+    def test_a_write_fails_and_leaves_no_files(
+        self, native: dict[str, str], replace_directory: Callable[[], Path]
     ) -> None:
-        writer = BatchWriter(plan_of(native), Columns("row", ()))
-        path = elsewhere()
+        writer = BatchWriter(parse_options(native), Columns("row", ()))
+        path = replace_directory()
         before = self.files(path)
-        with pytest.raises(StorageError, match="not the directory that the driver sees"):
+        with pytest.raises(StorageError, match="not the directory of the driver"):
             writer.write(iter([pa.RecordBatch.from_pylist([{"id": 1}])]))
         assert self.files(path) == before
         assert path.exists() == bool(before)
 
-    def test_fail_a_read(self, native: dict[str, str], elsewhere: Callable[[], Path]) -> None:
+    def test_a_read_fails(
+        self, native: dict[str, str], replace_directory: Callable[[], Path]
+    ) -> None:
         with service_of(native) as service:
             service.send_many("orders", range(5))
-        look = BatchReader(plan_of(native))
-        [whole] = look.partitions()
-        reader = StreamReader(plan_of(native))
+        snapshot_reader = BatchReader(parse_options(native))
+        [whole] = snapshot_reader.partitions()
+        reader = StreamReader(parse_options(native))
         start = reader.initialOffset()
-        [piece] = reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
-        path = elsewhere()
+        [partition] = reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
+        path = replace_directory()
         before = self.files(path)
-        for read in (lambda: look.read(whole), lambda: list(reader.read(piece))):
-            with pytest.raises(StorageError, match="not the directory that the driver sees"):
+        for read in (lambda: snapshot_reader.read(whole), lambda: list(reader.read(partition))):
+            with pytest.raises(StorageError, match="not the directory of the driver"):
                 read()
         assert self.files(path) == before
 
     @pytest.mark.parametrize("options", ["redis"], indirect=True)
-    def test_fail_a_staged_read(self, options: dict[str, str], tmp_path: Path) -> None:
+    def test_a_staged_read_fails(self, options: dict[str, str], tmp_path: Path) -> None:
         with service_of(options) as service:
             service.send(options["channel"], 1)
-        reader = StreamReader(plan_of({**options, "stage": str(tmp_path / "stage")}))
+        reader = StreamReader(parse_options({**options, "stage": str(tmp_path / "stage")}))
         start = reader.initialOffset()
         end = reader.latestOffset(start, ReadAllAvailable())
-        [piece] = reader.partitions(start, end)
+        [partition] = reader.partitions(start, end)
         [file] = (tmp_path / "stage").glob("*.arrow")
         shutil.copy(file, tmp_path / "kept")
         file.unlink()
         with pytest.raises(StorageError, match="not the file that the driver wrote"):
-            list(reader.read(piece))
+            list(reader.read(partition))
         table = pa.ipc.open_file(tmp_path / "kept").read_all()
         with pa.ipc.new_file(file, table.schema.with_metadata({"qkit-stage": "other"})) as writer:
             writer.write_table(table.replace_schema_metadata({"qkit-stage": "other"}))
         with pytest.raises(StorageError, match="not the file that the driver wrote"):
-            list(reader.read(piece))
+            list(reader.read(partition))
         shutil.copy(tmp_path / "kept", file)
-        [found] = reader.read(piece)
+        [found] = reader.read(partition)
         assert found.column("value").to_pylist() == [b"1"]
         assert found.schema.metadata is None
         reader.stop()
 
 
-def test_a_stage_of_an_older_version_can_be_read(tmp_path: Path) -> None:
+def test_a_stage_written_by_an_older_version_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "00000001.arrow"
     batch = pa.RecordBatch.from_pylist([{"value": b"1"}])
     with pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
     source = staging.StagingArea(
-        plan_of({"channel": "orders", "path": str(tmp_path / "x"), "stage": str(tmp_path)})
+        parse_options({"channel": "orders", "path": str(tmp_path / "x"), "stage": str(tmp_path)})
     )
     [[found]] = source.ranges({"stage": 0}, {"stage": 1})
     assert [item.to_pylist() for item in staging.read([found])] == [[{"value": b"1"}]]
 
 
-def test_paths_are_absolute_on_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkit.spark.options import absolute
+def test_paths_are_resolved_on_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkit.spark.options import with_absolute_paths
 
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "qkit.toml").write_text('type = "native"\npath = "link/data"\n')
     monkeypatch.chdir(tmp_path)
     options = {"channel": "orders", "config": "qkit.toml", "stage": "s", "report": "r.json"}
-    plan: Plan = plan_of(options)
+    plan: Plan = parse_options(options)
     assert plan.settings.path == tmp_path / "real" / "data"
     assert (plan.stage, plan.report) == (str(tmp_path / "s"), str(tmp_path / "r.json"))
-    chosen = absolute(options, plan)
-    monkeypatch.chdir(tmp_path / "real")  # as a process of Spark's may have another
-    assert plan_of(chosen) == plan
+    chosen = with_absolute_paths(options, plan)
+    monkeypatch.chdir(tmp_path / "real")  # another working directory, as in an executor
+    assert parse_options(chosen) == plan
     assert not (tmp_path / "real" / "data").exists()
 
 
-async def test_the_engine_that_imports_for_a_reader_lets_the_directory_go(
+async def test_a_reader_releases_the_directory_after_an_import(
     native: dict[str, str],
 ) -> None:
     await asyncio.to_thread(publish, native, 1)
-    source = NativeLog(plan_of(native))
+    source = NativeLog(parse_options(native))
     await asyncio.to_thread(source.initial)
     async with asyncio.timeout(60), await Engine.open(native["path"]) as engine:
         assert [item.body for item in await engine.peek("orders", 10)] == [b"1"]

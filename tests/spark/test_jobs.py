@@ -1,4 +1,4 @@
-"""The jobs, by ``spark-submit``; the pipeline; and executors in processes of their own."""
+"""Spark jobs, run in this process, with Python and with ``spark-submit``, and on a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 from qkit import Settings, SyncQueueService
 from qkit._internal.ids import new_id
 from qkit.spark.columns import Columns
-from qkit.spark.options import plan_of
+from qkit.spark.options import parse_options
 from qkit.spark.report import report_of
 from qkit.spark.writer import BatchWriter
 from tests.spark.conftest import ROOT
@@ -30,7 +30,7 @@ from tests.spark.conftest import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 JOBS = ["publish_files", "archive", "dead_letter_report", "replay", "pipeline"]
-QUIET = {
+SPARK_SETTINGS = {
     "spark.ui.enabled": "false",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -39,25 +39,31 @@ QUIET = {
 }
 
 
-def run(command: list[str], where: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
     }
     return subprocess.run(
-        command, cwd=where, env=environment, capture_output=True, text=True, check=False
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
 
 
 def execute(job: str, *arguments: str) -> str:
-    """Run a job by Python and return what it prints; if it fails print its errors and exit."""
+    """Run a job with Python and return its output.
+
+    Raises:
+        SystemExit: The job failed; its errors were printed.
+    """
     return output_of([sys.executable, f"spark/{job}.py", *arguments])
 
 
 def submit(job: str, *arguments: str) -> str:
-    """As ``execute``, by ``spark-submit``."""
-    settings = [word for name, value in QUIET.items() for word in ("--conf", f"{name}={value}")]
+    """Run a job with ``spark-submit``; otherwise the same as ``execute``."""
+    settings = [
+        word for name, value in SPARK_SETTINGS.items() for word in ("--conf", f"{name}={value}")
+    ]
     script = Path(sys.executable).with_name("spark-submit")
     return output_of(
         [str(script), "--master", "local[2]", *settings, f"spark/{job}.py", *arguments]
@@ -72,10 +78,10 @@ def output_of(command: list[str]) -> str:
     return done.stdout
 
 
-def test_every_job_tells_how_it_is_used(
+def test_every_job_has_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "spark")  # as spark-submit does
+    monkeypatch.syspath_prepend(ROOT / "spark")  # spark-submit does the same
     for job in JOBS:
         with pytest.raises(SystemExit) as exited:
             import_module(f"spark.{job}").main(["--help"])
@@ -84,17 +90,17 @@ def test_every_job_tells_how_it_is_used(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        (["--set", "type=nobody"], "error: "),
-        (["--set", "nobody"], "write it as name=value"),
+        (["--set", "type=missing"], "error: "),
+        (["--set", "missing"], "expected name=value"),
         (["--limit", "0"], "1 or more"),
         (["--rate", "0"], "above 0"),
     ],
 )
-def test_what_is_wrong_is_said_before_spark_starts(
+def test_invalid_arguments_are_reported_before_spark_starts(
     arguments: list[str],
-    words: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -103,23 +109,23 @@ def test_what_is_wrong_is_said_before_spark_starts(
     with pytest.raises(SystemExit) as exited:
         replay.main(["--channel", "orders", *arguments])
     assert exited.value.code == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_files_may_be_json_and_csv_too(spark: SparkSession, tmp_path: Path) -> None:
+def test_json_and_csv_files_are_loaded(spark: SparkSession, tmp_path: Path) -> None:
     load = import_module("spark.publish_files").load
     (tmp_path / "a.json").write_text('{"id": 1, "total": 2.5}\n{"id": 2, "total": 3}\n')
     (tmp_path / "a.csv").write_text("id,total\n1,2.5\n2,3\n")
     expected = [{"id": 1, "total": 2.5}, {"id": 2, "total": 3.0}]
-    for form in ("json", "csv"):
+    for file_format in ("json", "csv"):
         for schema in (None, "id long, total double"):
-            found = load(spark, [str(tmp_path / f"a.{form}")], form, schema).collect()
+            found = load(spark, [str(tmp_path / f"a.{file_format}")], file_format, schema).collect()
             assert [row.asDict() for row in found] == expected
 
 
-def test_replay_keeps_its_rate(tmp_path: Path) -> None:
+def test_replay_does_not_exceed_its_rate(tmp_path: Path) -> None:
     settings = Settings(type="native", path=tmp_path)
-    plan = plan_of(
+    plan = parse_options(
         {
             "channel": "orders",
             "path": str(tmp_path),
@@ -138,7 +144,7 @@ def test_replay_keeps_its_rate(tmp_path: Path) -> None:
     ids = [letter.message_id for letter in letters]
     started = time.monotonic()
     assert import_module("spark.replay").replay(settings, "orders", ids, rate=2.0) == 5
-    assert time.monotonic() - started >= 2.0, "two at once, then two, then the last"
+    assert time.monotonic() - started >= 2.0, "the rate of two dead letters per second was exceeded"
     with SyncQueueService(settings) as service:
         assert service.dead_letters("orders").list() == []
         assert service.stats("orders").depth == 5
@@ -154,7 +160,7 @@ def submitted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Submit:
-    """Run a job with arguments and return what it prints: in this Spark, or by its own."""
+    """Function that runs a job in this session or in a new process and returns its output."""
     if request.param != "main":
         return submit if request.param == "spark-submit" else execute
 
@@ -170,7 +176,7 @@ def submitted(
 @pytest.mark.parametrize(
     "submitted", ["main", pytest.param("python", marks=pytest.mark.full)], indirect=True
 )
-def test_what_fails_in_spark_is_said_without_a_trace(
+def test_a_failure_in_spark_is_reported_without_stack_traces(
     submitted: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     orders = pa.table({"id": [1, 2], "total": [1.0, -1.0]})
@@ -182,11 +188,11 @@ def test_what_fails_in_spark_is_said_without_a_trace(
             *["--set", f"path={tmp_path / 'data'}", "--model", "tests.spark.models:Order"],
         )
     assert exited.value.code == 1
-    said = capsys.readouterr().err
-    assert "error: row 1 of partition 0 is no message" in said
-    assert 'the row: {"id":2,"total":-1.0}' in said
-    assert "Traceback" not in said
-    assert "\tat " not in said, "nor one of Java"
+    output = capsys.readouterr().err
+    assert "error: row 1 of partition 0 is invalid" in output
+    assert 'the row: {"id":2,"total":-1.0}' in output
+    assert "Traceback" not in output
+    assert "\tat " not in output, "the output contains a Java stack trace"
 
 
 def test_files_are_published_archived_reported_and_replayed(
@@ -201,32 +207,32 @@ def test_files_are_published_archived_reported_and_replayed(
         {"id": list(range(100)), "total": [-1.0 if n % 10 == 3 else float(n) for n in range(100)]}
     )
     pyarrow.parquet.write_table(orders, tmp_path / "orders.parquet")
-    said = submitted(
+    output = submitted(
         "publish_files",
         str(tmp_path / "orders.parquet"),
         *data,
         *["--model", "tests.spark.models:Order", "--on-invalid", "dead_letter"],
         *["--job-id", "load-1"],
     )
-    assert "90 messages to orders, 10 dead letters" in said
+    assert "90 messages to orders, 10 dead letters" in output
     page, counts = tmp_path / "report.html", tmp_path / "report.json"
     archive = tmp_path / "archive"
-    said = submitted(  # no engine has opened the directory yet
+    output = submitted(  # no engine has opened the directory yet, so this imports the bulk files
         "archive",
         *data,
         *["--output", str(archive), "--checkpoint", str(tmp_path / "checkpoint")],
         *["--by", "hour", "--once"],
     )
-    assert "90 messages of orders archived" in said
-    said = submitted("dead_letter_report", *data, "--output", str(page), "--json", str(counts))
-    assert "10 dead letters of orders" in said
-    told = json.loads(counts.read_text())
-    assert (told["total"], told["reasons"]) == (10, {"Undecodable": 10})
+    assert "90 messages of orders archived" in output
+    output = submitted("dead_letter_report", *data, "--output", str(page), "--json", str(counts))
+    assert "10 dead letters of orders" in output
+    report = json.loads(counts.read_text())
+    assert (report["total"], report["reasons"]) == (10, {"Undecodable": 10})
     assert "Undecodable" in page.read_text()
-    said = submitted(
+    output = submitted(
         "replay", *data, "--where", "string(value) like '%\"id\":3,%'", "--rate", "1000"
     )
-    assert "1 dead letters of orders replayed" in said
+    assert "1 dead letters of orders replayed" in output
     submitted(
         "archive",
         *data,
@@ -246,7 +252,7 @@ def test_files_are_published_archived_reported_and_replayed(
     ]
 
 
-def test_dead_letters_are_counted_by_utc_whatever_their_bodies_are(
+def test_dead_letters_are_counted_in_utc_with_any_body(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     letters = spark.sql(
@@ -257,7 +263,7 @@ def test_dead_letters_are_counted_by_utc_whatever_their_bodies_are(
         " ('3', X'42', 'MaxRetriesExceeded', 'KeyError', 'no', 3, timestamp'2026-11-16 10:59:59Z')"
         " as letters(id, value, reason, error_type, error, attempts, last_failed_at)"
     )
-    monkeypatch.setenv("TZ", "Asia/Kathmandu")  # five hours and three quarters
+    monkeypatch.setenv("TZ", "Asia/Kathmandu")  # UTC+05:45
     time.tzset()
     try:
         report = report_of(letters, "orders", datetime(2026, 11, 16, 12, tzinfo=UTC))
@@ -273,18 +279,19 @@ def test_dead_letters_are_counted_by_utc_whatever_their_bodies_are(
     assert report.examples == [("3", "KeyError", "no", "B"), ("1", "(none)", "", "\ufffdA")]
 
 
-def test_the_pipeline_checks_its_own_totals(
+@pytest.mark.full  # the test above runs the same jobs one by one
+def test_the_pipeline_checks_its_totals(
     submitted: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "spark")
     directory = tmp_path / "new"
-    said = submitted("pipeline", "--count", "3000", "--directory", str(directory))
-    assert "every total agrees" in said
+    output = submitted("pipeline", "--count", "3000", "--directory", str(directory))
+    assert "all totals agree" in output
     assert "<h1>events</h1>" in (directory / "report.html").read_text()
 
 
-@pytest.mark.full  # a master and its workers, each a JVM
-def test_executors_may_be_processes_of_their_own_and_a_worker_be_killed(
+@pytest.mark.full  # starts a master and two workers, each a JVM
+def test_executors_in_other_processes_survive_a_killed_worker(
     redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     native = {"channel": "orders", "type": "native", "path": str(tmp_path / "data")}
@@ -296,16 +303,17 @@ def test_executors_may_be_processes_of_their_own_and_a_worker_be_killed(
         ],
         tmp_path,
     )
-    with SyncQueueService(plan_of(redis).settings) as service:
+    with SyncQueueService(parse_options(redis).settings) as service:
         service.delete(redis["channel"])
     assert done.returncode == 0, done.stderr[-3_000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {mark.name for mark in tmp_path.glob("mark-*")} == {"mark-native", "mark-redis"}
-    assert found["native read"] == found["native streamed"] == [1_000, 1_000], "exactly once"
+    # Native writes and reads are exactly once; Redis is at least once.
+    assert found["native read"] == found["native streamed"] == [1_000, 1_000]
     for name in ("redis read", "redis streamed"):
         number, different = found[name]
         assert different == 1_000
-        assert number >= 1_000, "at least once"
-    assert list((tmp_path / "data" / "inbox").iterdir()) == [], "nothing is left of the killed one"
+        assert number >= 1_000
+    assert list((tmp_path / "data" / "inbox").iterdir()) == [], "the killed worker left files"
     assert found["relative read"] == [5, 100]
     assert (tmp_path / "relative" / "data" / "log").is_dir()

@@ -1,4 +1,4 @@
-"""Spark's own Kafka connector in qkit's wire format, both ways, with qkit's consumer."""
+"""Spark's own Kafka connector, writing and reading messages in qkit's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import qkit.spark
 from qkit import Header, Message, Settings, SyncQueueService, consume
 from qkit._internal.ids import new_id
 from qkit.errors import Unsupported
-from qkit.spark.kafka_connector import connector_options, has_connector, suits
+from qkit.spark.kafka_connector import connector_options, connector_supports, has_connector
 from qkit.spark.publish import as_options
 from tests.support.brokers import brokers_required
 
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def connected(spark: SparkSession) -> SparkSession:
     if not has_connector(spark):
         if brokers_required():
-            pytest.fail("the connector's jars are missing: scripts/spark-jars", pytrace=False)
-        pytest.skip("the connector's jars are missing: scripts/spark-jars")
+            pytest.fail("the connector's jars are missing; run scripts/spark-jars", pytrace=False)
+        pytest.skip("the connector's jars are missing; run scripts/spark-jars")
     return spark
 
 
@@ -44,7 +44,7 @@ def channel(settings: Settings) -> Iterator[str]:
         service.delete(name)
 
 
-def test_what_the_connector_writes_reaches_a_handler_and_back(
+def test_rows_written_by_the_connector_are_read_back_and_handled(
     connected: SparkSession, settings: Settings, channel: str
 ) -> None:
     frame = connected.range(0, 50, 1, 2).selectExpr(
@@ -54,7 +54,7 @@ def test_what_the_connector_writes_reaches_a_handler_and_back(
         "if(id = 7, 60, null) as ttl",
     )
     written = qkit.spark.write(frame, channel, settings)
-    assert written == qkit.spark.Written(None), "by the connector, which does not count"
+    assert written == qkit.spark.Written(None), "the connector does not count messages"
     read = (
         connected.read.format("kafka")
         .options(**connector_options(settings), subscribe=channel, includeHeaders="true")
@@ -69,22 +69,22 @@ def test_what_the_connector_writes_reaches_a_handler_and_back(
     assert {len(row.id) for row in rows.values()} == {32}
     assert len({row.id for row in rows.values()}) == 50
 
-    got: dict[int, tuple[Message, str]] = {}
+    received: dict[int, tuple[Message, str]] = {}
     done = threading.Event()
 
     @consume(channel)
     async def take(
         body: dict[str, Any], message: Message, tenant: Annotated[str, Header("tenant")]
     ) -> None:
-        got[body["id"]] = message, tenant
-        if len(got) == 50:
+        received[body["id"]] = message, tenant
+        if len(received) == 50:
             done.set()
 
     service = SyncQueueService(settings)
     service.register(take)
     with service:
         assert done.wait(120)
-    message, tenant = got[7]
+    message, tenant = received[7]
     assert (message.id, message.key, tenant) == (rows[7].id, "k2", "t7")
     assert message.sent_at is not None
     assert rows[7].sent_at.timestamp() == pytest.approx(message.sent_at, abs=86_400)
@@ -111,19 +111,19 @@ def test_the_data_source_writes_and_streams_the_same_channel(
     assert sorted(json.loads(row.value)["id"] for row in found) == list(range(100))
 
 
-def test_what_the_connector_cannot_carry_is_refused_or_goes_by_the_data_source(
+def test_unsupported_columns_are_rejected_and_unsupported_options_use_the_data_source(
     spark: SparkSession, settings: Settings
 ) -> None:
     frame = spark.sql("select '{}' as value, 5 as priority")
     with pytest.raises(Unsupported, match="priority"):
         qkit.spark.kafka_frame(frame, "orders")
-    assert suits(settings, {"key": "id"}, ["id"])
-    assert not suits(settings, {"model": "a:B"}, ["id"])
-    assert not suits(settings, {}, ["value", "delay"])
-    assert not suits(settings.model_copy(update={"compression": "gzip"}), {}, ["id"])
+    assert connector_supports(settings, {"key": "id"}, ["id"])
+    assert not connector_supports(settings, {"model": "a:B"}, ["id"])
+    assert not connector_supports(settings, {}, ["value", "delay"])
+    assert not connector_supports(settings.model_copy(update={"compression": "gzip"}), {}, ["id"])
 
 
-def test_the_settings_reach_the_connector(tmp_path: Path) -> None:
+def test_settings_become_connector_options(tmp_path: Path) -> None:
     authority = tmp_path / "ca.pem"
     authority.touch()
     settings = Settings(

@@ -1,4 +1,4 @@
-"""Streams whose broker goes away."""
+"""Streams during a broker outage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qkit._internal.ids import new_id
 from qkit.errors import (
     BackendUnavailable,
 )
-from qkit.spark.options import plan_of
+from qkit.spark.options import parse_options
 from qkit.spark.stream_reader import StreamReader
 from tests.spark.channels import service_of, values
 from tests.support.private_brokers import PrivateBroker
@@ -24,13 +24,13 @@ from tests.support.proxy import Proxy
 
 
 class TestOutages:
-    """Of Redis, which is staged, and of Kafka, which has a log."""
+    """Outages of Redis, which is read through stages, and of Kafka, which is read by offsets."""
 
     @pytest.fixture
     def outage(
         self, request: pytest.FixtureRequest, tmp_path: Path
     ) -> Iterator[tuple[dict[str, str], Callable[[], AbstractContextManager[None]]]]:
-        """Options of a channel, and what makes its broker go away for a while."""
+        """Options of a channel, and a context manager that makes its broker unavailable."""
         options = {"channel": f"spark-{new_id()}", "type": request.param, "send_timeout": "2"}
         if request.param == "kafka":
             kafka: PrivateBroker = request.getfixturevalue("private_kafka")
@@ -57,14 +57,14 @@ class TestOutages:
             service.send_many(options["channel"], bodies)
 
     @pytest.mark.parametrize("outage", ["redis", "kafka"], indirect=True)
-    def test_a_stream_waits_for_its_broker(self, outage: Any) -> None:
-        options, away = outage
+    def test_a_stream_continues_after_an_outage(self, outage: Any) -> None:
+        options, outage_of_broker = outage
         self.send(options, 1)
-        reader = StreamReader(plan_of(options))
+        reader = StreamReader(parse_options(options))
         start = reader.initialOffset()
         first = reader.latestOffset(start, ReadAllAvailable())
         assert self.read(reader, start, first) == [1]
-        with away():
+        with outage_of_broker():
             assert reader.latestOffset(first, ReadAllAvailable()) == first
         self.send(options, 2)
         deadline = time.monotonic() + 60
@@ -76,20 +76,20 @@ class TestOutages:
     def read(self, reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
         found = [
             row
-            for piece in reader.partitions(start, end)
-            for batch in reader.read(piece)
+            for partition in reader.partitions(start, end)
+            for batch in reader.read(partition)
             for row in batch.to_pylist()
         ]
         return values(found)
 
     @pytest.mark.parametrize("outage", ["redis"], indirect=True)
-    def test_an_outage_is_not_the_end_of_what_is_there_now(self, outage: Any) -> None:
-        options, away = outage
+    def test_a_stream_of_available_messages_fails_in_an_outage(self, outage: Any) -> None:
+        options, outage_of_broker = outage
         self.send(options, 1, 2)
-        reader = StreamReader(plan_of(options))
+        reader = StreamReader(parse_options(options))
         start = reader.initialOffset()
         reader.prepareForTriggerAvailableNow()
         first = reader.latestOffset(start, ReadMaxRows(1))
-        with away(), pytest.raises(BackendUnavailable):
+        with outage_of_broker(), pytest.raises(BackendUnavailable):
             reader.latestOffset(first, ReadMaxRows(1))
         reader.stop()

@@ -1,4 +1,4 @@
-"""The page of a report."""
+"""HTML page of a dead-letter report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qkit.spark.report import Report
 from qkit.spark.report_html import render_report
 
 
-def test_the_page_escapes_what_messages_say_and_draws_every_hour() -> None:
+def test_texts_are_escaped_and_every_hour_has_a_column() -> None:
     hour = datetime(2026, 11, 16, 8, tzinfo=UTC)
     report = Report(
         channel="orders",
@@ -27,8 +27,8 @@ def test_the_page_escapes_what_messages_say_and_draws_every_hour() -> None:
     assert "&lt;script&gt;" in text
     assert "16 Nov 08:00: 5'" in text
     assert "16 Nov 11:00: 15'" in text
-    assert text.count("<i></i>") == 24 - 2, "a day at least, and most of it without any"
+    assert text.count("<i></i>") == 24 - 2, "the chart covers less than a day"
     assert "8 others" in text
     assert "There are no dead letters" in render_report(Report(channel="orders", made_at=hour))
     report.by_hour = []
-    assert "tells when" in render_report(report)
+    assert "No dead letter has a time" in render_report(report)

@@ -1,4 +1,4 @@
-"""The data source as Spark calls it in processes of the driver, without a session."""
+"""Data source, called as Spark calls it on the driver, without a session."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def batch(*ids: int) -> pa.RecordBatch:
 
 def test_the_columns_are_those_of_messages_or_of_dead_letters(native: dict[str, str]) -> None:
     messages = QkitDataSource(native)
-    letters = QkitDataSource({**native, "dead_letters": "true"})
+    dead_letters = QkitDataSource({**native, "dead_letters": "true"})
     assert messages.schema().fieldNames()[:3] == ["id", "value", "headers"]
     assert "attempt" in messages.schema().fieldNames()
-    assert "reason" in letters.schema().fieldNames()
-    for source in (messages, letters):
+    assert "reason" in dead_letters.schema().fieldNames()
+    for source in (messages, dead_letters):
         source.reader(source.schema())
         source.streamReader(source.schema())
         with pytest.raises(ConfigError, match="from_json"):
             source.reader(ROWS)
 
 
-def test_a_stream_is_limited_by_its_option_and_travels_without_its_source(
+def test_a_stream_reader_is_limited_by_max_rows_and_pickles_without_its_source(
     native: dict[str, str],
 ) -> None:
     source = QkitDataSource({**native, "max_rows": "7", "starting": "latest"})
@@ -59,13 +59,13 @@ def test_a_stream_is_limited_by_its_option_and_travels_without_its_source(
         assert reader.getDefaultReadLimit() == ReadMaxRows(7)
         start = reader.initialOffset()
         assert reader.partitions(start, start) == []
-        assert reader.latestOffset(start, ReadAllAvailable()) == start, "from now on"
+        assert reader.latestOffset(start, ReadAllAvailable()) == start, "older messages were read"
         service.send("orders", 3)
         end = reader.latestOffset(start, ReadAllAvailable())
-        [piece] = reader.partitions(start, end)
+        [partition] = reader.partitions(start, end)
         copy = type(reader).__new__(type(reader))
         copy.__dict__.update(reader.__getstate__())
-        [found] = copy.read(piece)
+        [found] = copy.read(partition)
         assert found.column("value").to_pylist() == [b"3"]
         reader.commit(end)
         reader.stop()
@@ -78,7 +78,7 @@ def test_a_channel_cannot_be_overwritten(native: dict[str, str]) -> None:
         QkitDataSource(native).writer(ROWS, overwrite=True)
 
 
-def test_a_write_is_told_and_leaves_nothing_that_is_stale(
+def test_a_write_is_reported_and_removes_stale_parts(
     native: dict[str, str], tmp_path: Path
 ) -> None:
     report = tmp_path / "report.json"
@@ -87,32 +87,32 @@ def test_a_write_is_told_and_leaves_nothing_that_is_stale(
         (inbox / name).mkdir(parents=True)
         os.utime(inbox / name, (time.time() - age,) * 2)
     writer = QkitDataSource({**native, "report": str(report)}).writer(ROWS, overwrite=False)
-    done = writer.write(iter([batch(1, 2)]))
-    writer.commit([done, None])
+    result = writer.write(iter([batch(1, 2)]))
+    writer.commit([result, None])
     assert json.loads(report.read_text()) == {
-        "job": done.job, "messages": 2, "dead_letters": 0, "skipped": 0, "unheard": 0,
+        "job": result.job, "messages": 2, "dead_letters": 0, "skipped": 0, "unheard": 0,
     }  # fmt: skip
-    assert {item.name for item in inbox.iterdir()} == {".spark-new", done.job}
+    assert {item.name for item in inbox.iterdir()} == {".spark-new", result.job}
     report.unlink()
     writer.commit([None])
-    assert not report.exists(), "there was no task"
+    assert not report.exists(), "a report was written although no task ran"
 
 
-def test_an_aborted_batch_of_a_stream_takes_only_its_own_parts(native: dict[str, str]) -> None:
+def test_an_aborted_batch_of_a_stream_removes_only_its_own_parts(native: dict[str, str]) -> None:
     inbox = Path(native["path"]) / "inbox"
     writer = QkitDataSource(native).streamWriter(ROWS, overwrite=False)
-    mark = writer._mark
-    for name in (f".{mark}-query-1", f".{mark}-query-2", f".{mark}-twin-1", ".spark-other-1"):
+    prefix = writer._stream_prefix
+    for name in (f".{prefix}-query-1", f".{prefix}-query-2", f".{prefix}-twin-1", ".spark-other-1"):
         (inbox / name).mkdir(parents=True)
-    writer.abort([TaskResult("query-1", f"{mark}-query-1", 0, 1, 0), None], 1)
-    twin, other = inbox / f".{mark}-twin-1", inbox / ".spark-other-1"
-    assert twin.exists(), "a stream of the same options, and another id"
+    writer.abort([TaskResult("query-1", f"{prefix}-query-1", 0, 1, 0), None], 1)
+    twin, other = inbox / f".{prefix}-twin-1", inbox / ".spark-other-1"
+    assert twin.exists(), "the parts of another query with the same options were removed"
     writer.abort([None], 2)
     assert sorted(inbox.iterdir()) == sorted([twin, other])
     writer.commit([None], 3)
 
 
-def test_an_aborted_write_to_a_broker_tells_what_was_sent(
+def test_an_aborted_write_to_a_broker_logs_how_many_messages_were_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     writer = QkitDataSource(REDIS).writer(ROWS, overwrite=False)
@@ -120,4 +120,4 @@ def test_an_aborted_write_to_a_broker_tells_what_was_sent(
         writer.abort(
             [TaskResult("job", "staged", 0, 70, 0), TaskResult("job", "staged", 1, 7, 0), None]
         )
-    assert "orders: the write failed after 77 messages of complete tasks" in caplog.text
+    assert "orders: the write failed. Completed tasks sent 77 messages" in caplog.text

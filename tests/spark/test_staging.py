@@ -1,4 +1,4 @@
-"""Streams of brokers that forget, by stages."""
+"""Streams that read a broker without a log through stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qkit.errors import (
     StorageError,
 )
 from qkit.spark import staging
-from qkit.spark.options import plan_of
+from qkit.spark.options import parse_options
 from qkit.spark.staging import StagingArea
 from qkit.spark.stream_reader import StreamReader
 from tests.spark.channels import BROKERS, rows, service_of, values
@@ -20,18 +20,20 @@ from tests.spark.channels import BROKERS, rows, service_of, values
 
 class TestStage:
     @pytest.mark.parametrize("options", BROKERS, indirect=True)
-    def test_batches_are_staged_acknowledged_and_removed_when_spark_is_done(
+    def test_batches_are_staged_and_removed_after_the_commit(
         self, options: dict[str, str], tmp_path: Path
     ) -> None:
         directory = tmp_path / "stage"
         with service_of(options) as service:
             service.send_many(options["channel"], range(25), headers={"tenant": "acme"}, key="k")
-            source = StagingArea(plan_of({**options, "stage": str(directory), "consume": "true"}))
+            source = StagingArea(
+                parse_options({**options, "stage": str(directory), "consume": "true"})
+            )
             start = source.initial()
             first = source.latest(start, 10)
             assert values(rows(source.ranges(start, first))) == list(range(10))
             assert len(list(directory.iterdir())) == 1
-            # Spark asks again for the same batch after a crash.
+            # After a crash, Spark reads the same batch again.
             assert values(rows(source.ranges(start, first))) == list(range(10))
             second = source.latest(first, None)
             found = rows(source.ranges(first, second))
@@ -44,10 +46,10 @@ class TestStage:
             source.close()
 
     @pytest.mark.parametrize("options", ["redis"], indirect=True)
-    def test_what_a_crash_left_comes_first_with_or_without_a_checkpoint(
+    def test_stages_left_by_a_crash_are_read_first_with_or_without_a_checkpoint(
         self, options: dict[str, str], tmp_path: Path
     ) -> None:
-        plan = plan_of({**options, "stage": str(tmp_path / "stage")})
+        plan = parse_options({**options, "stage": str(tmp_path / "stage")})
         with service_of(options) as service:
             service.send_many(options["channel"], range(5))
             crashed = StagingArea(plan)
@@ -61,21 +63,21 @@ class TestStage:
             assert again.latest(start, None) == end
             assert values(rows(again.ranges(start, end))) == list(range(5))
             again.close()
-            anew = StagingArea(plan)
-            assert anew.initial() == start, "before what nobody has seen"
-            after = anew.latest(end, None)
-            assert values(rows(anew.ranges(end, after))) == [5]
+            restarted = StagingArea(plan)
+            assert restarted.initial() == start, "a new stream starts before the leftover stages"
+            after = restarted.latest(end, None)
+            assert values(rows(restarted.ranges(end, after))) == [5]
             with pytest.raises(StorageError, match="is missing"):
-                anew.ranges(start, after)
-            anew.close()
+                restarted.ranges(start, after)
+            restarted.close()
 
     @pytest.mark.parametrize("options", ["redis"], indirect=True)
-    def test_a_stream_of_what_is_there_now_takes_no_more(
+    def test_a_stream_of_available_messages_reads_no_later_messages(
         self, options: dict[str, str], tmp_path: Path
     ) -> None:
         with service_of(options) as service:
             service.send_many(options["channel"], range(5))
-            source = StagingArea(plan_of({**options, "stage": str(tmp_path / "stage")}))
+            source = StagingArea(parse_options({**options, "stage": str(tmp_path / "stage")}))
             start = source.initial()
             source.limit_to_available()
             service.send_many(options["channel"], range(5, 10))
@@ -85,39 +87,39 @@ class TestStage:
             source.close()
 
     @pytest.mark.parametrize("options", ["redis"], indirect=True)
-    def test_messages_that_never_cease_do_not_keep_a_batch_open(
+    def test_a_constant_flow_of_messages_does_not_keep_a_batch_open(
         self, options: dict[str, str], tmp_path: Path
     ) -> None:
-        over = threading.Event()
+        stopped = threading.Event()
 
         def trickle() -> None:
             with service_of(options) as service:
-                while not over.wait(0.03):
+                while not stopped.wait(0.03):
                     service.send(options["channel"], 1)
 
         with service_of(options) as service:
             service.send(options["channel"], 1)
-        sending = threading.Thread(target=trickle)
-        source = StagingArea(plan_of({**options, "stage": str(tmp_path / "stage")}))
+        sender = threading.Thread(target=trickle)
+        source = StagingArea(parse_options({**options, "stage": str(tmp_path / "stage")}))
         start = source.initial()
-        sending.start()
+        sender.start()
         try:
-            first = source.latest(start, None)  # or never
+            first = source.latest(start, None)  # must return although messages keep arriving
             assert 0 < len(rows(source.ranges(start, first))) < 1_000
             assert source.latest(first, None) != first
         finally:
-            over.set()
-            sending.join()
+            stopped.set()
+            sender.join()
             source.close()
 
-    def test_it_needs_a_directory_and_has_it_alone(
+    def test_a_stage_directory_is_required_and_exclusive(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         redis = {"channel": "orders", "type": "redis", "mode": "list", "url": "redis://x:1/0"}
         with pytest.raises(ConfigError, match="option\\('stage'"):
-            StreamReader(plan_of(redis))
+            StreamReader(parse_options(redis))
         monkeypatch.setattr(staging, "LOCK_TIMEOUT_SECONDS", 0.1)
-        plan = plan_of({**redis, "stage": str(tmp_path / "stage")})
+        plan = parse_options({**redis, "stage": str(tmp_path / "stage")})
         first = StagingArea(plan)
         first.initial()
         with pytest.raises(ConfigError, match="another stream"):

@@ -1,4 +1,4 @@
-"""``readStream``: limits, replays, a killed driver, a broker that goes away."""
+"""``readStream``: limits, checkpoints, killed drivers and outages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 
 from qkit import Settings, SyncQueueService
 from qkit._internal.ids import new_id
-from qkit.spark.options import plan_of
+from qkit.spark.options import parse_options
 from tests.spark.conftest import ROOT
 from tests.support.proxy import Proxy
 
@@ -29,12 +29,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def settings_of(options: dict[str, str]) -> Settings:
-    return plan_of(options).settings
+    return parse_options(options).settings
 
 
 @contextmanager
 def channel(options: dict[str, str]) -> Iterator[SyncQueueService]:
-    """A service on the channel, which is gone afterwards."""
+    """Start a service on a channel and delete the channel at the end."""
     with SyncQueueService(settings_of(options)) as service:
         yield service
         for name in (options["channel"], service.settings.dead_letter_name(options["channel"])):
@@ -45,7 +45,7 @@ def channel(options: dict[str, str]) -> Iterator[SyncQueueService]:
 def collected(
     spark: SparkSession, options: dict[str, str], checkpoint: Path
 ) -> list[list[dict[str, Any]]]:
-    """The batches of what is there now."""
+    """Stream the available messages and return the rows of each batch that is not empty."""
     batches: list[list[dict[str, Any]]] = []
 
     def take(frame: Any, number: int) -> None:
@@ -69,14 +69,14 @@ def numbers(batches: list[list[dict[str, Any]]]) -> list[int]:
     return [json.loads(row["value"]) for batch in batches for row in batch]
 
 
-def test_a_native_stream_watches_the_log_in_batches_and_goes_on_where_it_was(
+def test_a_native_stream_reads_the_log_in_batches_and_continues_from_its_checkpoint(
     spark: SparkSession, native: dict[str, str], tmp_path: Path
 ) -> None:
     options = {"channel": "orders", **native}
     with channel(options) as service:
         service.send_many("other", range(5))
         service.send_many("orders", range(25), headers={"tenant": "acme"}, key="k")
-        # As if consumed: a stream watches what was sent, whatever became of it.
+        # A stream reads every message that was sent, even if it was consumed or purged.
         service.purge("orders")
         first = collected(spark, {**options, "max_rows": "10"}, tmp_path / "a")
         assert [len(batch) for batch in first] == [10, 10, 5]
@@ -99,10 +99,10 @@ def test_a_native_stream_watches_the_log_in_batches_and_goes_on_where_it_was(
         assert numbers(collected(spark, latest, tmp_path / "b")) == [31]
 
 
-def test_what_spark_has_just_published_is_archived_and_reported(
+def test_messages_that_spark_has_just_published_are_streamed_and_read(
     spark: SparkSession, native: dict[str, str], tmp_path: Path
 ) -> None:
-    """No engine opens the directory in between."""
+    """No engine has opened the directory before Spark writes to it and reads it."""
     options = {"channel": "orders", **native}
     with pytest.raises(Exception, match="no channel 'orders'"):
         collected(spark, options, tmp_path / "early")
@@ -117,7 +117,7 @@ def test_what_spark_has_just_published_is_archived_and_reported(
     assert spark.read.format("qkit").options(**options).load().count() == 200
 
 
-def test_a_staged_stream_consumes_in_batches_and_leaves_no_stage_behind(
+def test_a_staged_stream_consumes_in_batches_and_removes_its_stages(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     stage = tmp_path / "stage"
@@ -131,7 +131,7 @@ def test_a_staged_stream_consumes_in_batches_and_leaves_no_stage_behind(
         assert list(stage.iterdir()) == []
 
 
-def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
+def test_messages_that_were_staged_before_the_first_checkpoint_are_not_lost(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     from qkit.spark.staging import StagingArea
@@ -139,7 +139,7 @@ def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
     options = {**redis_list(f"spark-{new_id()}"), "stage": str(tmp_path / "stage")}
     with channel(options) as service:
         service.send_many(options["channel"], range(10))
-        crashed = StagingArea(plan_of(options))
+        crashed = StagingArea(parse_options(options))
         assert crashed.latest(crashed.initial(), None) == {"stage": 1}
         assert service.stats(options["channel"]).depth == 0
         crashed.close()
@@ -148,34 +148,35 @@ def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
         assert sorted(numbers(batches)) == list(range(12))
 
 
-@pytest.mark.full  # two JVMs each; the next test kills one in the ordinary run
-@pytest.mark.parametrize("where", ["native", "redis", "rabbitmq", "kafka"])
-def test_a_killed_driver_loses_nothing(
-    where: str, request: pytest.FixtureRequest, tmp_path: Path
+@pytest.mark.full  # starts two JVMs for each backend
+@pytest.mark.parametrize("backend", ["native", "redis", "rabbitmq", "kafka"])
+def test_a_killed_driver_loses_no_message(
+    backend: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    options = {"channel": f"spark-{new_id()}", "type": where, "max_rows": "50"}
-    if where == "native":
+    options = {"channel": f"spark-{new_id()}", "type": backend, "max_rows": "50"}
+    if backend == "native":
         options |= {"path": str(tmp_path / "data")}
     else:
-        options |= {"url": request.getfixturevalue(f"{where}_url")}
-    if where == "redis":
+        options |= {"url": request.getfixturevalue(f"{backend}_url")}
+    if backend == "redis":
         options |= {"mode": "list"}
-    if where in ("redis", "rabbitmq"):
+    if backend in ("redis", "rabbitmq"):
         options |= {"stage": str(tmp_path / "stage")}
     output = tmp_path / "out"
     arguments = [json.dumps(options), str(tmp_path / "checkpoint"), str(output)]
     with channel(options) as service:
         service.send_many(options["channel"], range(500))
         kill_when(lambda: any(output.glob("*.parquet")), arguments)
-        assert len(archived(output)) < 500, "in the middle of its stream"
+        assert len(archived(output)) < 500, "the driver was killed too late, after the whole stream"
         service.send_many(options["channel"], range(500, 600))
-        run_to_its_end([*arguments, "all"], tmp_path)
+        run_to_completion([*arguments, "all"], tmp_path)
         found = archived(output)
         assert set(found) == set(range(600))
-        if where in ("native", "kafka"):
-            assert len(found) == 600, "by places in a log it is exactly once"
+        if backend in ("native", "kafka"):
+            assert len(found) == 600, "a stream of a log delivered a message twice"
 
 
+@pytest.mark.full
 def test_a_killed_driver_writes_each_row_once_to_native(
     native: dict[str, str], tmp_path: Path
 ) -> None:
@@ -188,28 +189,28 @@ def test_a_killed_driver_writes_each_row_once_to_native(
     with channel(source) as service, channel(target):
         service.send_many("orders", range(500))
 
-        def some() -> bool:
+        def has_copies() -> bool:
             return "copies" in service.queues() and service.stats("copies").depth > 0
 
-        kill_when(some, arguments)
-        run_to_its_end([*arguments, "all"], tmp_path)
+        kill_when(has_copies, arguments)
+        run_to_completion([*arguments, "all"], tmp_path)
         deadline = time.monotonic() + 300
-        while service.stats("copies").depth < 500:  # bulk files are taken in within a second
+        while service.stats("copies").depth < 500:  # bulk files are imported within a second
             assert time.monotonic() < deadline
             time.sleep(0.05)
         found = [int(message.body) for message in service.peek("copies", 1_000)]
         assert sorted(found) == list(range(500))
         inbox = Path(native["path"]) / "inbox"
-        assert not list(inbox.glob("[!.]*")), "and none is yet to come"
+        assert not list(inbox.glob("[!.]*")), "some bulk files were not imported"
 
 
 def kill_when(condition: Callable[[], bool], arguments: list[str]) -> None:
-    """Run a driver until then, and kill it with all that it has started."""
+    """Run a driver until the condition holds, then kill it and its child processes."""
     process = start(arguments)
     try:
         deadline = time.monotonic() + 600
         while not condition():
-            assert process.poll() is None, "the driver ended"
+            assert process.poll() is None, "the driver ended too early"
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
@@ -217,8 +218,8 @@ def kill_when(condition: Callable[[], bool], arguments: list[str]) -> None:
         process.wait()
 
 
-def run_to_its_end(arguments: list[str], directory: Path) -> None:
-    """Run a driver until it has read everything; a failure shows what it printed."""
+def run_to_completion(arguments: list[str], directory: Path) -> None:
+    """Run a driver until it has read all messages; show its output if it fails."""
     log = directory / "driver.log"
     with log.open("wb") as output:
         status = start(arguments, output).wait(600)
@@ -228,12 +229,14 @@ def run_to_its_end(arguments: list[str], directory: Path) -> None:
 def start(
     arguments: list[str], output: BinaryIO | int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """Without coverage: what is killed while it saves its lines leaves a broken file."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    """Start a driver without coverage, because a kill would damage the coverage data file."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "tests.spark.archiver", *arguments],
         cwd=ROOT,
-        env={**own, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -241,7 +244,7 @@ def start(
 
 
 def archived(output: Path) -> list[int]:
-    """What Spark's own list of files says is there."""
+    """Return the values in the Parquet files that Spark has committed."""
     import pyarrow.parquet
 
     metadata = output / "_spark_metadata"
@@ -256,13 +259,13 @@ def archived(output: Path) -> list[int]:
     return [int(value) for table in tables for value in table.column("value").to_pylist()]
 
 
-def test_a_stream_outlives_its_broker(
+def test_a_stream_survives_an_outage_of_its_broker(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     direct = redis_list(f"spark-{new_id()}")
     address = urlsplit(direct["url"])
     assert address.port is not None
-    taken: list[int] = []
+    received: list[int] = []
     with Proxy(address.port) as proxy, channel(direct) as service:
         options = {
             **direct,
@@ -274,7 +277,9 @@ def test_a_stream_outlives_its_broker(
             .options(**options)
             .load()
             .writeStream.foreachBatch(
-                lambda frame, number: taken.extend(json.loads(row.value) for row in frame.collect())
+                lambda frame, number: received.extend(
+                    json.loads(row.value) for row in frame.collect()
+                )
             )
             .option("checkpointLocation", str(tmp_path / "checkpoint"))
             .trigger(processingTime="200 milliseconds")
@@ -282,19 +287,19 @@ def test_a_stream_outlives_its_broker(
         )
         try:
             service.send_many(direct["channel"], range(10))
-            until(lambda: len(taken) >= 10, query)
+            wait_until(lambda: len(received) >= 10, query)
             proxy.refuse()
             proxy.reset()
             service.send_many(direct["channel"], range(10, 20))
-            time.sleep(2)  # some batches find no broker
+            time.sleep(2)  # some batches run during the outage
             assert query.isActive, query.exception()
             proxy.heal()
-            until(lambda: set(taken) == set(range(20)), query)
+            wait_until(lambda: set(received) == set(range(20)), query)
         finally:
             query.stop()
 
 
-def until(condition: Callable[[], bool], query: Any) -> None:
+def wait_until(condition: Callable[[], bool], query: Any) -> None:
     deadline = time.monotonic() + 400
     while not condition():
         assert query.isActive, query.exception()
@@ -302,14 +307,14 @@ def until(condition: Callable[[], bool], query: Any) -> None:
         time.sleep(0.05)
 
 
-def test_a_write_outlives_a_short_outage_and_fails_by_a_long_one(
+def test_a_write_survives_a_short_outage_and_fails_in_a_long_one(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]]
 ) -> None:
     direct = redis_list(f"spark-{new_id()}")
     address = urlsplit(direct["url"])
     assert address.port is not None
     frame = spark.range(0, 100_000, 1, 2)
-    over = threading.Event()
+    written = threading.Event()
     with Proxy(address.port) as proxy, channel(direct) as service:
         options = {**direct, "url": f"redis://127.0.0.1:{proxy.port}/0"}
 
@@ -317,17 +322,17 @@ def test_a_write_outlives_a_short_outage_and_fails_by_a_long_one(
             return sum(connection.sent for connection in proxy.connections)
 
         def interrupt() -> None:
-            while sent() < 1_000_000:  # in the middle of some twelve millions
+            while sent() < 1_000_000:  # of about 12 million bytes in total
                 time.sleep(0.001)
             proxy.refuse()
-            assert not over.is_set()
+            assert not written.is_set()
             time.sleep(1)
             proxy.heal()
 
         with ThreadPoolExecutor() as threads:
             outage = threads.submit(interrupt)
             frame.write.format("qkit").mode("append").options(**options).save()
-            over.set()
+            written.set()
             outage.result(60)
         found = spark.read.format("qkit").options(**direct).load().select("value").collect()
         assert {json.loads(row.value)["id"] for row in found} == set(range(100_000))

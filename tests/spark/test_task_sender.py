@@ -1,4 +1,4 @@
-"""``TaskSender``: declares, sends, and waits for a full queue as long as consumers take."""
+"""``TaskSender``: declaring channels, sending, and waiting for a full queue."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ async def test_opening_declares_the_channel_and_consumes_nothing(tmp_path: Path)
         assert (await service.stats("audit")).depth == 1
 
 
-async def test_what_was_refused_is_sent_again_when_there_is_room(tmp_path: Path) -> None:
+async def test_rejected_messages_are_sent_again_when_the_queue_has_capacity(tmp_path: Path) -> None:
     settings = Settings(type="native", path=tmp_path, max_depth=3)
-    taken: list[int] = []
+    received: list[int] = []
 
     @consume("orders")
     async def take(body: int) -> None:
-        taken.append(body)
+        received.append(body)
 
     service = QueueService(settings)
     service.register(take)
@@ -64,6 +64,6 @@ async def test_what_was_refused_is_sent_again_when_there_is_room(tmp_path: Path)
         await eventually(full)
         service.resume("orders")
         await sending
-        await eventually(lambda: len(taken) == 10)
+        await eventually(lambda: len(received) == 10)
         await asyncio.to_thread(sender.close)
-    assert sorted(taken) == list(range(10))
+    assert sorted(received) == list(range(10))

@@ -1,4 +1,4 @@
-"""What a writer makes of rows, without a session."""
+"""Batch writers without a Spark session: rows become messages and dead letters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from qkit.native.config import QueueConfig
 from qkit.spark import native_log
 from qkit.spark.columns import Columns, columns_of
 from qkit.spark.native_log import NativeLog
-from qkit.spark.options import plan_of
+from qkit.spark.options import parse_options
 from qkit.spark.row_encoder import message_ids
 from qkit.spark.writer import BatchWriter, TaskResult
 from tests.spark.channels import BROKERS, service_of
@@ -42,15 +42,15 @@ from tests.spark.conftest import ROOT
 
 @contextmanager
 def subscriber(url: str, channel: str) -> Iterator[None]:
-    with redis.from_url(url) as client, client.pubsub() as listening:
-        listening.subscribe(channel)
-        assert listening.get_message(timeout=60) is not None
+    with redis.from_url(url) as client, client.pubsub() as pubsub:
+        pubsub.subscribe(channel)
+        assert pubsub.get_message(timeout=60) is not None
         yield
 
 
 class TestWriter:
     @pytest.mark.parametrize(
-        ("more", "letters"),
+        ("more", "dead_letter"),
         [
             ({}, "orders_dlq"),
             ({"dead_letter.suffix": "-bad"}, "orders-bad"),
@@ -58,11 +58,11 @@ class TestWriter:
         ],
         ids=str,
     )
-    def test_a_new_native_channel_follows_the_settings_of_the_owner(
-        self, tmp_path: Path, more: dict[str, str], letters: str | None
+    def test_a_new_native_channel_gets_the_settings_of_the_owner(
+        self, tmp_path: Path, more: dict[str, str], dead_letter: str | None
     ) -> None:
         options = {"channel": "orders", "type": "native", "path": str(tmp_path), **more}
-        writer = BatchWriter(plan_of(options), Columns("text", ()))
+        writer = BatchWriter(parse_options(options), Columns("text", ()))
         batch = pa.RecordBatch.from_pylist([{"value": "1"}])
         writer.commit([writer.write(iter([batch]))])
         owner = QueueConfig(max_depth=3, max_priority=20, ack_deadline=5.0, max_deliveries=None)
@@ -72,11 +72,13 @@ class TestWriter:
                 assert await engine.import_bulk_files() == 1
                 return engine.catalogue.find("orders", "test").config
 
-        assert asyncio.run(imported()) == replace(owner, dead_letter=letters)
+        assert asyncio.run(imported()) == replace(owner, dead_letter=dead_letter)
 
     @pytest.mark.parametrize("options", BROKERS, indirect=True)
-    def test_rows_reach_the_channel_and_the_dead_letters(self, options: dict[str, str]) -> None:
-        plan = plan_of(
+    def test_valid_rows_become_messages_and_invalid_rows_dead_letters(
+        self, options: dict[str, str]
+    ) -> None:
+        plan = parse_options(
             {**options, "model": "tests.spark.models:Order", "on_invalid": "dead_letter"}
         )
         writer = BatchWriter(plan, Columns("row", ()))
@@ -96,66 +98,64 @@ class TestWriter:
             assert json.loads(letter.body) == {"id": 7, "total": -1.0}
 
     def depth(self, service: SyncQueueService, channel: str) -> int:
-        with suppress(QueueNotFound):  # native takes bulk files in within a second
+        with suppress(QueueNotFound):  # the native owner imports bulk files within a second
             return service.stats(channel).depth
         return 0
 
-    def test_only_the_parts_of_winning_attempts_count(self, tmp_path: Path) -> None:
+    def test_only_the_parts_of_successful_attempts_are_published(self, tmp_path: Path) -> None:
         options = {"channel": "orders", "type": "native", "path": str(tmp_path)}
-        writer = BatchWriter(plan_of(options), Columns("row", ()))
+        writer = BatchWriter(parse_options(options), Columns("row", ()))
         batch = pa.RecordBatch.from_pylist([{"id": 1}])
-        lost = writer.write(iter([batch]))
-        won = TaskResult(lost.job, lost.staged, 1, 0, 0)
-        (tmp_path / "inbox" / f".{lost.staged}" / "00000000.seg").rename(
-            tmp_path / "inbox" / f".{lost.staged}" / "00000001.seg"
+        first = writer.write(iter([batch]))
+        second = TaskResult(first.job, first.staged, 1, 0, 0)
+        (tmp_path / "inbox" / f".{first.staged}" / "00000000.seg").rename(
+            tmp_path / "inbox" / f".{first.staged}" / "00000001.seg"
         )
         again = writer.write(iter([batch]))
         assert again.part == 0
-        writer.commit([won, None])
-        [published] = (tmp_path / "inbox" / lost.job).iterdir()
+        writer.commit([second, None])
+        [published] = (tmp_path / "inbox" / first.job).iterdir()
         assert published.name == "00000001.seg"
 
-    def test_parts_that_the_driver_does_not_see_are_not_taken_for_published(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_commit_fails_if_the_driver_does_not_see_all_parts(self, tmp_path: Path) -> None:
         writer = BatchWriter(
-            plan_of({"channel": "orders", "path": str(tmp_path)}), Columns("row", ())
+            parse_options({"channel": "orders", "path": str(tmp_path)}), Columns("row", ())
         )
         done = writer.write(iter([pa.RecordBatch.from_pylist([{"id": 1}])]))
-        elsewhere = TaskResult(done.job, done.staged, done.part + 1, 1, 0)
-        with pytest.raises(StorageError, match=r"1 of 2 parts .* executors must see"):
-            writer.commit([done, elsewhere])
-        writer.abort([done, elsewhere])
+        unseen = TaskResult(done.job, done.staged, done.part + 1, 1, 0)
+        with pytest.raises(StorageError, match=r"1 of 2 parts .* must share the directory"):
+            writer.commit([done, unseen])
+        writer.abort([done, unseen])
         assert list((tmp_path / "inbox").iterdir()) == []
 
-    def test_a_job_counts_for_its_channel_and_reports_what_it_wrote(self, tmp_path: Path) -> None:
+    def test_a_job_is_published_once_per_channel_and_reports_its_counts(
+        self, tmp_path: Path
+    ) -> None:
         report = tmp_path / "report.json"
 
         def write(channel: str, rows: int) -> tuple[int, int]:
             options = {"channel": channel, "path": str(tmp_path / "data"), "job_id": "J"}
-            plan = plan_of({**options, "report": str(report)})
+            plan = parse_options({**options, "report": str(report)})
             writer = BatchWriter(plan, Columns("row", ()))
             batch = pa.RecordBatch.from_pylist([{"id": number} for number in range(rows)])
             writer.commit([writer.write(iter([batch]))])
-            told = json.loads(report.read_text())
-            return told["messages"], told["skipped"]
+            counts = json.loads(report.read_text())
+            return counts["messages"], counts["skipped"]
 
         assert write("a", 40) == (40, 0)
         assert write("b", 40) == (40, 0)
-        assert write("a", 30) == (0, 30), "it waits in the inbox"
+        assert write("a", 30) == (0, 30), "the job was published again while it was in the inbox"
         with service_of({"channel": "a", "path": str(tmp_path / "data")}) as service:
             deadline = time.monotonic() + 30
             while min(self.depth(service, "a"), self.depth(service, "b")) < 40:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-            assert write("b", 30) == (0, 30), "it is in the log"
+            assert write("b", 30) == (0, 30), "the job was published again after its import"
         assert not list((tmp_path / "data" / "inbox").iterdir())
 
-    def test_a_job_id_that_cannot_be_is_refused_before_any_task_starts(
-        self, tmp_path: Path
-    ) -> None:
-        plan = plan_of({"channel": "a", "path": str(tmp_path / "data"), "job_id": "no/name"})
-        with pytest.raises(ConfigError, match="a job is named"):
+    def test_an_invalid_job_id_is_rejected_before_any_task_starts(self, tmp_path: Path) -> None:
+        plan = parse_options({"channel": "a", "path": str(tmp_path / "data"), "job_id": "no/name"})
+        with pytest.raises(ConfigError, match="a job name must be"):
             BatchWriter(plan, Columns("row", ()))
         assert not (tmp_path / "data").exists()
 
@@ -168,16 +168,16 @@ class TestWriter:
             pytest.warns(DeprecationWarning, match="without a mode"),
             pytest.raises(ConfigError, match="explicit mode"),
         ):
-            plan_of(options)
+            parse_options(options)
         options |= {"mode": "pubsub", "report": str(report)}
 
         def write(**more: str) -> int:
-            writer = BatchWriter(plan_of({**options, **more}), Columns("row", ()))
+            writer = BatchWriter(parse_options({**options, **more}), Columns("row", ()))
             batch = pa.RecordBatch.from_pylist([{"id": number} for number in range(700)])
             writer.commit([writer.write(iter([batch])), None])
-            told = json.loads(report.read_text())
-            assert told["messages"] == 700
-            return int(told["unheard"])
+            counts = json.loads(report.read_text())
+            assert counts["messages"] == 700
+            return int(counts["unheard"])
 
         with pytest.raises(QueueError, match="700 of 700 messages had no subscriber and are lost"):
             write()
@@ -187,23 +187,25 @@ class TestWriter:
             assert write() == 0
 
     @pytest.mark.parametrize(("kind", "body"), [("text", None), ("struct", None), ("bytes", None)])
-    def test_a_message_needs_a_body(self, kind: Any, body: object, tmp_path: Path) -> None:
+    def test_a_row_without_a_body_is_rejected(
+        self, kind: Any, body: object, tmp_path: Path
+    ) -> None:
         type_ = {"text": pa.string(), "bytes": pa.binary(), "struct": pa.struct([("a", pa.int8())])}
         batch = pa.RecordBatch.from_arrays([pa.array([body], type_[kind])], names=["value"])
         writer = BatchWriter(
-            plan_of({"channel": "orders", "path": str(tmp_path)}), Columns(kind, ())
+            parse_options({"channel": "orders", "path": str(tmp_path)}), Columns(kind, ())
         )
         with pytest.raises(InvalidBody, match="needs a body"):
             writer.write(iter([batch]))
         assert list((tmp_path / "inbox").glob("*/*")) == []
 
-    def test_compressed_and_checked_text_is_sent_as_it_is(self, tmp_path: Path) -> None:
+    def test_compressed_and_validated_text_is_sent_unchanged(self, tmp_path: Path) -> None:
         options = {"channel": "orders", "path": str(tmp_path), "compression": "gzip"}
-        plan = plan_of({**options, "model": "tests.spark.models:Order"})
+        plan = parse_options({**options, "model": "tests.spark.models:Order"})
         batch = pa.RecordBatch.from_pylist([{"value": '{"id": 1, "total": 2}'}])
         writer = BatchWriter(plan, Columns("text", ()))
         writer.commit([writer.write(iter([batch]))])
-        source = NativeLog(plan_of(options))
+        source = NativeLog(parse_options(options))
         with service_of(options) as service:
             deadline = time.monotonic() + 30
             while "orders" not in service.queues():
@@ -213,8 +215,8 @@ class TestWriter:
         ranges = source.ranges(start, source.latest(start, None))
         [row] = [
             row
-            for piece in ranges
-            for found in native_log.read(plan_of(options), piece)
+            for log_range in ranges
+            for found in native_log.read(parse_options(options), log_range)
             for row in found.to_pylist()
         ]
         assert row["value"] == b'{"id": 1, "total": 2}'
@@ -225,7 +227,7 @@ class TestWriter:
             )
 
 
-def test_columns_are_chosen_by_the_schema() -> None:
+def test_columns_are_mapped_by_the_schema() -> None:
     def schema(**types: str) -> StructType:
         fields = [
             {"name": name, "type": type_, "nullable": True, "metadata": {}}
@@ -238,16 +240,16 @@ def test_columns_are_chosen_by_the_schema() -> None:
     assert columns_of(schema(value="string", ttl="decimal(10,2)"), {}) == Columns(
         "text", (("ttl", "ttl"),)
     )
-    for wrong, words in [
+    for invalid, message in [
         (schema(), "no columns"),
-        (schema(value="long"), "make it a struct"),
+        (schema(value="long"), "expected a struct"),
         (schema(value="binary", headers="string"), "map<string,string>"),
     ]:
-        with pytest.raises(ConfigError, match=words):
-            columns_of(wrong, {})
+        with pytest.raises(ConfigError, match=message):
+            columns_of(invalid, {})
 
 
-def test_decimals_are_seconds_too() -> None:
+def test_a_decimal_column_can_be_a_delay() -> None:
     from decimal import Decimal
 
     delays = [None, Decimal("1.5")]
@@ -257,16 +259,18 @@ def test_decimals_are_seconds_too() -> None:
     assert type(found[1][1]["delay"]) is float
 
 
-def test_ids_go_on_in_the_next_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkit.spark.row_encoder._ROWS", 2)
-    numbers = message_ids("job", 1, 1_700_000_000.0)
-    found = [next(numbers) for _ in range(4)]
+def test_ids_continue_in_the_next_millisecond_when_one_is_exhausted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qkit.spark.row_encoder._IDS_PER_MILLISECOND", 2)
+    ids = message_ids("job", 1, 1_700_000_000.0)
+    found = [next(ids) for _ in range(4)]
     assert found == sorted(set(found))
     assert {len(id) for id in found} == {32}
 
 
-def test_the_memory_of_a_task_is_flat_in_its_rows(tmp_path: Path) -> None:
-    def most(count: int) -> int:
+def test_the_memory_of_a_task_does_not_grow_with_its_rows(tmp_path: Path) -> None:
+    def peak_memory(count: int) -> int:
         command = [sys.executable, "-m", "benchmarks._spark_memory", str(count), str(tmp_path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
         done = subprocess.run(
@@ -274,4 +278,4 @@ def test_the_memory_of_a_task_is_flat_in_its_rows(tmp_path: Path) -> None:
         )
         return int(done.stdout)
 
-    assert most(100_000) < 1.2 * most(10_000)
+    assert peak_memory(100_000) < 1.2 * peak_memory(10_000)

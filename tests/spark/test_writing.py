@@ -1,4 +1,4 @@
-"""``df.write`` and ``writeStream``: columns to messages, promises kept when tasks and jobs fail."""
+"""``df.write`` and ``writeStream``: mapping of columns, and guarantees when tasks or jobs fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qkit.errors import ConfigError, InvalidName
 from qkit.message import Envelope
 from qkit.native import Engine
 from qkit.native.bulk import published_jobs
-from qkit.spark.options import plan_of
+from qkit.spark.options import parse_options
 from qkit.spark.row_encoder import message_ids
 from tests.spark.channels import service_of
 
@@ -35,15 +35,15 @@ def save(frame: DataFrame, **options: str) -> None:
     frame.write.format("qkit").mode("append").options(**options).save()
 
 
-def look(directory: Path, *channels: str) -> list[list[Envelope]]:
-    """What is in these queues once the engine has taken in what was published."""
+def peek_all(directory: Path, *channels: str) -> list[list[Envelope]]:
+    """Import all bulk files and return the messages of each channel."""
 
     async def main() -> list[list[Envelope]]:
         async with await Engine.open(directory) as engine:
             await engine.import_bulk_files()
-            known = await engine.list()
+            existing = await engine.list()
             return [
-                await engine.peek(name, 1_000_000) if name in known else [] for name in channels
+                await engine.peek(name, 1_000_000) if name in existing else [] for name in channels
             ]
 
     return asyncio.run(main())
@@ -54,7 +54,7 @@ def staged(directory: Path) -> list[str]:
     return sorted(item.name for item in inbox.iterdir()) if inbox.exists() else []
 
 
-def test_all_columns_are_one_json_body_and_parts_keep_their_order(
+def test_all_columns_form_one_json_body_and_partitions_keep_their_order(
     spark: SparkSession, directory: Path, native: dict[str, str]
 ) -> None:
     frame = spark.range(0, 1_000, 1, 3).selectExpr(
@@ -65,7 +65,7 @@ def test_all_columns_are_one_json_body_and_parts_keep_their_order(
         "timestamp'2026-01-02 03:04:05' as at",
     )
     save(frame, channel="orders", key="note", **native)
-    [found] = look(directory, "orders")
+    [found] = peek_all(directory, "orders")
     assert [json.loads(item.body)["id"] for item in found] == list(range(1_000))
     assert json.loads(found[7].body) == {
         "id": 7,
@@ -79,7 +79,7 @@ def test_all_columns_are_one_json_body_and_parts_keep_their_order(
     assert staged(directory) == []
 
 
-def test_a_value_column_is_the_body_and_the_others_say_how_it_travels(
+def test_a_value_column_is_the_body_and_other_columns_are_metadata(
     spark: SparkSession, directory: Path, native: dict[str, str]
 ) -> None:
     text = spark.sql(
@@ -90,7 +90,7 @@ def test_a_value_column_is_the_body_and_the_others_say_how_it_travels(
     binary = spark.sql("select cast('raw' as binary) as value")
     save(binary, channel="bytes", **native)
     save(spark.sql("select named_struct('id', 2) as value"), channel="struct", **native)
-    [[one], [two], [three]] = look(directory, "text", "bytes", "struct")
+    [[one], [two], [three]] = peek_all(directory, "text", "bytes", "struct")
     assert (one.body, one.key, one.priority, one.headers) == (
         b'{"id": 1}', "k1", 8, {"tenant": "acme"},
     )  # fmt: skip
@@ -99,20 +99,21 @@ def test_a_value_column_is_the_body_and_the_others_say_how_it_travels(
     assert (three.body, three.priority) == (b'{"id":2}', 5)
 
 
-def test_what_cannot_be_is_refused_on_the_driver(
+def test_invalid_columns_and_options_are_rejected_on_the_driver(
     spark: SparkSession, native: dict[str, str]
 ) -> None:
-    for frame, options, words in [
-        ("select 1 as value", {}, "'value' is of type int"),
-        ("select 'a' as value, 1 as other", {}, "no place for the column 'other'"),
+    for frame, options, message in [
+        ("select 1 as value", {}, "'value' has the type int"),
+        ("select 'a' as value, 1 as other", {}, "unexpected column 'other' next to 'value'"),
         ("select 'a' as value, 'x' as priority", {}, "cast it to int"),
-        ("select 1 as id", {"key": "nobody"}, "which is not there"),
+        ("select 1 as id", {"key": "missing"}, "which does not exist"),
         ("select 1 as id", {"path": ""}, "path"),
-        ("select 1 as id", {"model": "tests.spark.models:Nobody"}, "cannot be loaded"),
+        ("select 1 as id", {"model": "tests.spark.models:Missing"}, "cannot load model="),
     ]:
-        with pytest.raises(AnalysisException, match="qkit") as raised:  # and not from a task
+        # The driver raises AnalysisException; an error in a task would be another class.
+        with pytest.raises(AnalysisException, match="qkit") as raised:
             save(spark.sql(frame), channel="orders", **{**native, **options})
-        assert words in str(raised.value)
+        assert message in str(raised.value)
 
 
 def test_a_channel_cannot_be_overwritten(
@@ -122,23 +123,23 @@ def test_a_channel_cannot_be_overwritten(
         spark.range(3).write.format("qkit").mode("overwrite").options(
             channel="orders", **native
         ).save()
-    assert look(directory, "orders") == [[]]
+    assert peek_all(directory, "orders") == [[]]
 
 
-def test_a_bad_row_fails_the_job_shows_itself_and_publishes_nothing(
+def test_an_invalid_row_is_shown_and_nothing_is_published(
     spark: SparkSession, directory: Path, native: dict[str, str]
 ) -> None:
     frame = spark.range(0, 100, 1, 2).selectExpr("id", "double(if(id = 77, -1, id)) as total")
-    with pytest.raises(Exception, match="no message") as raised:
+    with pytest.raises(Exception, match="is invalid") as raised:
         save(frame, channel="orders", model=ORDER, **native)
     assert '{"id":77,"total":-1.0}' in str(raised.value)
     assert "row 27 of partition 1" in str(raised.value)
     assert "nothing was published" in str(raised.value)
     assert staged(directory) == []
-    assert look(directory, "orders") == [[]]
+    assert peek_all(directory, "orders") == [[]]
 
 
-def test_bad_rows_may_go_to_the_dead_letters(
+def test_invalid_rows_can_be_dead_lettered(
     spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
 ) -> None:
     frame = spark.range(0, 100, 1, 2).selectExpr("id", "double(if(id % 50 = 7, -1, id)) as total")
@@ -151,7 +152,7 @@ def test_bad_rows_may_go_to_the_dead_letters(
         report=str(report),
         **native,
     )
-    [good, bad] = look(directory, "orders", "orders_dlq")
+    [good, bad] = peek_all(directory, "orders", "orders_dlq")
     assert len(good) == 98
     letters = [DeadLetter.from_envelope(item) for item in bad]
     assert [json.loads(letter.body)["id"] for letter in letters] == [7, 57]
@@ -161,38 +162,38 @@ def test_bad_rows_may_go_to_the_dead_letters(
     assert json.loads(report.read_text()).items() >= {"messages": 98, "dead_letters": 2}.items()
 
 
-def test_a_task_that_fails_and_is_tried_again_writes_each_row_once(
+def test_a_retried_task_writes_each_row_once(
     spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
 ) -> None:
     frame = failing_once(spark, tmp_path / "failed").selectExpr("id")
     save(frame, channel="orders", **native)
-    [found] = look(directory, "orders")
+    [found] = peek_all(directory, "orders")
     assert (tmp_path / "failed").exists()
     assert sorted(json.loads(item.body)["id"] for item in found) == list(range(20_000))
     assert staged(directory) == []
 
 
-def failing_once(spark: SparkSession, mark: Path) -> DataFrame:
-    """20,000 rows; the task of the second half fails near the end of its first attempt."""
+def failing_once(spark: SparkSession, marker: Path) -> DataFrame:
+    """Return 20,000 rows in two tasks; the second task fails once, near its end."""
 
     def rows(batches: Any) -> Any:
         for batch in batches:
             for start in range(0, batch.num_rows, 100):
                 ids = batch.column(0)
-                if ids[start].as_py() >= 19_000 and not mark.exists():
-                    mark.touch()
-                    raise RuntimeError("a task that fails once")
+                if ids[start].as_py() >= 19_000 and not marker.exists():
+                    marker.touch()
+                    raise RuntimeError("this task fails once")
                 yield batch.slice(start, 100)
 
     return spark.range(0, 20_000, 1, 2).mapInArrow(rows, "id long")
 
 
-def test_a_job_id_counts_once_also_after_an_aborted_run(
+def test_a_job_id_is_published_once_even_after_an_aborted_run(
     spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
 ) -> None:
     def rows(batches: Any) -> Any:
         yield from batches
-        raise RuntimeError("a task that always fails")
+        raise RuntimeError("this task always fails")
 
     failing = spark.range(0, 500, 1, 2).mapInArrow(rows, "id long")
     with pytest.raises(Exception, match="always fails"):
@@ -200,26 +201,26 @@ def test_a_job_id_counts_once_also_after_an_aborted_run(
     assert staged(directory) == []
     for _ in range(2):
         save(spark.range(0, 500, 1, 4), channel="orders", job_id="load-1", **native)
-    [found] = look(directory, "orders")
+    [found] = peek_all(directory, "orders")
     assert len(found) == 500
     save(spark.range(0, 500, 1, 1), channel="orders", job_id="load-1", **native)
-    [found] = look(directory, "orders")
+    [found] = peek_all(directory, "orders")
     assert len(found) == 500
 
 
-def test_a_job_id_counts_for_each_channel_and_counts_are_of_what_was_written(
+def test_a_job_id_is_published_once_per_channel_and_skipped_rows_are_counted(
     spark: SparkSession, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory.mkdir()
     monkeypatch.chdir(directory.parent)
-    settings = Settings(type="native", path=Path(directory.name))  # relative, to where we are now
+    settings = Settings(type="native", path=Path(directory.name))  # a relative path
     frame = spark.range(0, 4_000, 1, 2)
     for channel in ("a", "b"):
         written = qkit.spark.write(frame, channel, settings, job_id="J")
         assert (written.messages, written.skipped, written.job) == (4_000, 0, "J")
     again = qkit.spark.write(frame, "b", settings, job_id="J")
     assert (again.messages, again.dead_letters, again.skipped) == (0, 0, 4_000)
-    assert [len(found) for found in look(directory, "a", "b")] == [4_000, 4_000]
+    assert [len(found) for found in peek_all(directory, "a", "b")] == [4_000, 4_000]
     again = qkit.spark.write(frame.limit(5), "a", settings, job_id="J")
     assert (again.messages, again.skipped) == (0, 5)
 
@@ -244,16 +245,16 @@ def test_a_stream_of_12_batches_keeps_the_order_of_each_key_and_partition(
 ) -> None:
     source = tmp_path / "in"
     for number in range(12):
-        rows = [{"id": number * 10 + at, "who": f"k{at % 3}"} for at in range(10)]
+        rows = [{"id": number * 10 + at, "customer": f"k{at % 3}"} for at in range(10)]
         file = source / f"{number:02}.json"
         file.parent.mkdir(exist_ok=True)
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.utime(file, (1_700_000_000 + number,) * 2)  # Spark takes the oldest first
-    stream = spark.readStream.schema("id long, who string").option("maxFilesPerTrigger", 1)
+        os.utime(file, (1_700_000_000 + number,) * 2)  # Spark reads the oldest file first
+    stream = spark.readStream.schema("id long, customer string").option("maxFilesPerTrigger", 1)
     query = (
         stream.json(str(source))
         .writeStream.format("qkit")
-        .options(channel="orders", key="who", **native)
+        .options(channel="orders", key="customer", **native)
         .option("checkpointLocation", str(tmp_path / "checkpoint"))
         .trigger(availableNow=True)
         .start()
@@ -261,8 +262,8 @@ def test_a_stream_of_12_batches_keeps_the_order_of_each_key_and_partition(
     assert query.awaitTermination(600)
     waiting = staged(directory)
     assert len(waiting) == 12
-    assert waiting != published_jobs(directory), "by name 10 comes before 2"
-    [found] = look(directory, "orders")
+    assert waiting != published_jobs(directory), "the jobs are imported in the order of their names"
+    [found] = peek_all(directory, "orders")
     assert [json.loads(item.body)["id"] for item in found] == list(range(120))
     for key in ("k0", "k1", "k2"):
         numbers = [json.loads(item.body)["id"] for item in found if item.key == key]
@@ -270,7 +271,7 @@ def test_a_stream_of_12_batches_keeps_the_order_of_each_key_and_partition(
         assert len(numbers) in (36, 48)
 
 
-def test_a_retried_task_on_a_broker_loses_nothing_and_repeats_its_ids(
+def test_a_retried_task_on_a_broker_loses_no_row_and_reuses_its_ids(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     options = redis_list(f"spark-{new_id()}")
@@ -278,27 +279,27 @@ def test_a_retried_task_on_a_broker_loses_nothing_and_repeats_its_ids(
     found = spark.read.format("qkit").options(**options).load().select("id", "value").collect()
     bodies = [json.loads(row.value)["id"] for row in found]
     assert set(bodies) == set(range(20_000))
-    assert len(bodies) > 20_000, "what the first attempt had sent is there again"
-    assert len({row.id for row in found}) == 20_000, "under the same ids"
-    settings = plan_of({key: str(value) for key, value in options.items()}).settings
+    assert len(bodies) > 20_000, "the rows of the first attempt were not sent again"
+    assert len({row.id for row in found}) == 20_000, "rows were sent again with other ids"
+    settings = parse_options({key: str(value) for key, value in options.items()}).settings
     with SyncQueueService(settings) as service:
         service.delete(options["channel"])
 
 
-def test_a_bad_row_on_a_broker_says_how_many_were_sent(
+def test_an_invalid_row_on_a_broker_reports_how_many_rows_were_sent(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]]
 ) -> None:
     frame = spark.range(0, 1_200, 1, 1).selectExpr("id", "double(if(id = 1100, -1, 1)) as total")
     options = redis_list(f"spark-{new_id()}")
     with pytest.raises(Exception, match="1100 rows of this partition were sent before it"):
         save(frame, model=ORDER, **options)
-    settings = plan_of({key: str(value) for key, value in options.items()}).settings
+    settings = parse_options({key: str(value) for key, value in options.items()}).settings
     with SyncQueueService(settings) as service:
         assert service.stats(options["channel"]).depth >= 1_100
         service.delete(options["channel"])
 
 
-def test_a_stream_is_written_once_for_each_batch_also_when_spark_repeats_one(
+def test_a_batch_of_a_stream_that_spark_repeats_is_written_once(
     spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
 ) -> None:
     source, checkpoint = str(tmp_path / "in"), tmp_path / "checkpoint"
@@ -317,17 +318,17 @@ def test_a_stream_is_written_once_for_each_batch_also_when_spark_repeats_one(
         assert query.exception() is None
 
     run()
-    # As if the driver had been killed before Spark noted that the batch was done.
+    # As if the driver had been killed before Spark recorded the commit of the batch.
     for done in (checkpoint / "commits").iterdir():
         done.unlink()
     run()
-    [found] = look(directory, "orders")
+    [found] = peek_all(directory, "orders")
     assert sorted(json.loads(item.body)["id"] for item in found) == list(range(300))
     assert staged(directory) == []
 
 
 @pytest.mark.parametrize("options", ["redis", "rabbitmq", "kafka"], indirect=True)
-def test_a_stream_to_a_broker_loses_nothing_also_when_spark_repeats_a_batch(
+def test_a_batch_of_a_stream_to_a_broker_that_spark_repeats_loses_no_row(
     spark: SparkSession, options: dict[str, str], tmp_path: Path
 ) -> None:
     source, checkpoint = str(tmp_path / "in"), tmp_path / "checkpoint"
@@ -343,7 +344,7 @@ def test_a_stream_to_a_broker_loses_nothing_also_when_spark_repeats_a_batch(
         assert query.exception() is None
 
     run(0)
-    # As if the driver had been killed before Spark noted that the batch was done.
+    # As if the driver had been killed before Spark recorded the commit of the batch.
     for done in (checkpoint / "commits").iterdir():
         done.unlink()
     run(200)
@@ -353,7 +354,7 @@ def test_a_stream_to_a_broker_loses_nothing_also_when_spark_repeats_a_batch(
     assert bodies == {number: 2 if number < 200 else 1 for number in range(400)}
 
 
-def test_a_batch_of_a_stream_that_fails_leaves_nothing_behind_and_counts_once_later(
+def test_a_failed_batch_of_a_stream_leaves_no_files_and_is_written_once_later(
     spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
 ) -> None:
     source, checkpoint, broken = str(tmp_path / "in"), tmp_path / "checkpoint", tmp_path / "broken"
@@ -363,8 +364,8 @@ def test_a_batch_of_a_stream_that_fails_leaves_nothing_behind_and_counts_once_la
     def rows(batches: Any) -> Any:
         for batch in batches:
             yield batch
-            if broken.exists() and batch.column(0)[0].as_py() >= 150:  # only one of the tasks
-                raise RuntimeError("a task that always fails")
+            if broken.exists() and batch.column(0)[0].as_py() >= 150:  # only in the second task
+                raise RuntimeError("this task always fails")
 
     def start() -> StreamingQuery:
         stream = spark.readStream.schema("id long").parquet(source).mapInArrow(rows, "id long")
@@ -376,24 +377,24 @@ def test_a_batch_of_a_stream_that_fails_leaves_nothing_behind_and_counts_once_la
     with pytest.raises(StreamingQueryException, match="always fails"):
         start().awaitTermination(600)
     assert staged(directory) == []
-    assert look(directory, "orders") == [[]]
+    assert peek_all(directory, "orders") == [[]]
     broken.unlink()
     assert start().awaitTermination(600)
-    [found] = look(directory, "orders")
+    [found] = peek_all(directory, "orders")
     assert sorted(json.loads(item.body)["id"] for item in found) == list(range(300))
 
 
-def test_ids_are_of_the_usual_form_and_differ_between_jobs_and_partitions() -> None:
+def test_ids_have_the_usual_form_and_differ_between_jobs_and_partitions() -> None:
     found = [next(message_ids(job, part, 1e9)) for job in ("a", "b") for part in (0, 1, 0xFFFFF)]
     assert len(set(found)) == 6
     assert all(len(id) == 32 and id[12] == "7" for id in found)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({}, "'channel' is missing"),
-        ({"chanel": "orders"}, "there is 'chanel'"),
+        ({"chanel": "orders"}, "found 'chanel'"),
         ({"channel": "orders", "colour": "red"}, "colour"),
         ({"channel": "orders", "retry.max_attempts": "none"}, "max_attempts"),
         ({"channel": "orders", "on_invalid": "drop"}, "fail or dead_letter"),
@@ -404,16 +405,16 @@ def test_ids_are_of_the_usual_form_and_differ_between_jobs_and_partitions() -> N
         ({"channel": "no/name"}, "no/name"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, str], words: str) -> None:
+def test_the_error_for_an_invalid_option_names_it(options: dict[str, str], message: str) -> None:
     with pytest.raises((ConfigError, InvalidName)) as raised:
-        plan_of(options)
-    assert words in str(raised.value)
+        parse_options(options)
+    assert message in str(raised.value)
 
 
-def test_settings_come_from_a_file_and_options_win(tmp_path: Path) -> None:
+def test_options_override_the_settings_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "qkit.toml"
     file.write_text('type = "native"\npath = "data"\n[retry]\nmax_attempts = 7\n')
-    plan = plan_of({"channel": "orders", "config": str(file), "retry.jitter": "0.05"})
+    plan = parse_options({"channel": "orders", "config": str(file), "retry.jitter": "0.05"})
     assert plan.settings.retry.max_attempts == 7
     assert plan.settings.retry.jitter == 0.05
     assert plan.settings.path == Path("data").resolve()

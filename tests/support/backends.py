@@ -1,4 +1,4 @@
-"""A backend for tests that must see faults: programmable, and it records every call in order."""
+"""Scripted backend for tests, which injects faults and records calls."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Step = BaseException | asyncio.Event | float | Callable[[], Awaitable[object]] |
 
 
 def can(**but: Support) -> Capabilities:
-    """Every capability, except as said."""
+    """Return ``Capabilities`` with native support for everything except the given ones."""
     everything = {item.name: Support.NATIVE for item in fields(Capabilities)}
     return Capabilities(**(everything | but))
 
 
 class ScriptedBackend:
-    """Queues in memory whose next calls fail, or hang, as told.
+    """Backend with in-memory queues, whose next calls fail or hang as scripted.
 
-    ``calls`` holds what was asked in order: ``("publish", queue, id)``, ``("ack", id)``,
-    ``("release", id, delay, count_attempt)``, ``("subscribe", queue)``, ``("extend", id)``.
-    A call is recorded when it succeeds; a failed one as ``("failed", operation)``.
+    ``calls`` lists the calls in order, for example ``("publish", queue, id)``, ``("ack", id)``,
+    ``("release", id, delay, count_attempt)``, ``("subscribe", queue)`` or ``("extend", id)``. A
+    call is recorded when it succeeds. A scripted error is recorded as ``("failed", operation)``.
     """
 
     def __init__(
@@ -52,32 +52,33 @@ class ScriptedBackend:
         self._arrived = asyncio.Event()
         self._live: list[ScriptedSubscription] = []
 
-    # The script
+    # Faults
 
     def script(self, operation: str, *steps: Step) -> None:
-        """What the next calls of an operation meet.
+        """Add steps for the next calls of an operation, one for each call.
 
-        An error, an event or seconds to wait for, a coroutine function, or nothing special.
+        A step is an error to raise, an event to wait for, a number of seconds to sleep, a coroutine
+        function to run, or ``None`` to do nothing.
         """
         self._script.setdefault(operation, deque()).extend(steps)
-        self._arrived.set()  # a parked receive looks at its script
+        self._arrived.set()  # wake a parked receive, which then runs its next step
 
     def put(self, queue: str, *envelopes: Envelope) -> None:
-        """Messages of another program."""
+        """Add messages to a queue without recording a call."""
         self.queues.setdefault(queue, deque()).extend(envelopes)
         self._arrived.set()
 
     def lose(self, *ids: str) -> None:
-        """What is held of these goes to another program, and its consumer is told."""
+        """Revoke deliveries and report them to their consumers as lost."""
         for subscription in self._live:
             subscription.lose(ids)
 
     def count(self, operation: str) -> int:
-        """How often an operation succeeded."""
+        """Return the number of recorded calls of an operation."""
         return sum(call[0] == operation for call in self.calls)
 
     def of(self, *operations: str) -> list[Call]:
-        """The calls of these operations, in order."""
+        """Return the calls of these operations, in order."""
         return [call for call in self.calls if call[0] in operations]
 
     async def _step(self, operation: str) -> None:
@@ -126,7 +127,7 @@ class ScriptedBackend:
             self._live.remove(subscription)
             for envelope in subscription.held.values():
                 self.queues[spec.queue].appendleft(envelope)
-                self.calls.append(("give back", envelope.id))
+                self.calls.append(("release uncounted", envelope.id))
             self._arrived.set()
 
     async def ping(self) -> None:
@@ -137,7 +138,7 @@ class ScriptedBackend:
 
 
 class ScriptedSubscription:
-    """One subscription of a ``ScriptedBackend``."""
+    """Subscription of a ``ScriptedBackend``."""
 
     def __init__(self, backend: ScriptedBackend, spec: SubscriptionSpec, lease: float | None):
         self._backend = backend
@@ -179,7 +180,7 @@ class ScriptedSubscription:
         try:
             return self.held.pop(delivery.envelope.id)
         except KeyError:
-            raise MessageNotFound("settled before") from None
+            raise MessageNotFound("the delivery was already settled") from None
 
     async def ack(self, delivery: Delivery) -> None:
         await self._backend._step("ack")
@@ -209,7 +210,7 @@ class ScriptedSubscription:
 
 
 class GatheringSubscription(ScriptedSubscription):
-    """One that takes several acks at once; ``("ack_many", ids…)`` is how they are recorded."""
+    """Subscription with ``ack_many``, recorded as ``("ack_many", ids…)``."""
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         await self._backend._step("ack_many")

@@ -1,4 +1,4 @@
-"""Where the tests find real brokers: the environment, else Docker, else local servers."""
+"""Addresses of brokers for tests: from the environment, in Docker, or on this machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ VARIABLES = {
 
 
 class BrokerMissing(Exception):
-    """No way to this broker; the text says why."""
+    """Error raised when a broker is not available; its text is the reason."""
 
 
 @contextmanager
 def broker_url(name: str) -> Iterator[str]:
-    """The address of a ready broker; without one the test skips, or fails where brokers are due."""
+    """Yield the address of a running broker; if it is missing, skip the test, or fail in CI."""
     try:
         with _find(name) as url:
             yield url
@@ -41,7 +41,7 @@ def broker_url(name: str) -> Iterator[str]:
 
 
 def brokers_required() -> bool:
-    """In CI a skipped broker test would look like a passed one."""
+    """Return whether a missing broker fails a test instead of skipping it, as in CI."""
     return os.environ.get("CI", "").lower() in {"1", "true", "yes"} or (
         os.environ.get("QKIT_REQUIRE_BROKERS") == "1"
     )
@@ -55,12 +55,12 @@ def _find(name: str) -> Iterator[str]:
         with _container(name) as url:
             yield url
     else:
-        # Left running for the next run of the tests; `make brokers-down` ends them.
+        # Local servers keep running for the next test run; `make brokers-down` stops them.
         yield _local(name)
 
 
 def _docker_answers() -> bool:
-    """Ping the engine over its socket; Docker's own SDK leaks a socket when nobody answers."""
+    """Ping the Docker engine over its socket; Docker's SDK leaks a socket if the ping fails."""
     address = urlsplit(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock")
     try:
         with socket.socket(
@@ -81,11 +81,11 @@ def _docker_answers() -> bool:
 @contextmanager
 def _container(name: str) -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs, not ours
+        warnings.simplefilter("ignore")  # hide the warnings of testcontainers
         try:
             container, address = _start_container(name)
-        except Exception as error:  # an image that cannot be pulled has many faces
-            raise BrokerMissing(f"its container did not start: {error}") from error
+        except Exception as error:  # a failed pull raises various errors
+            raise BrokerMissing(f"the container did not start: {error}") from error
     try:
         yield address
     finally:
@@ -101,7 +101,7 @@ def _start_container(name: str) -> tuple[Any, str]:
         kafka = KafkaContainer("confluentinc/cp-kafka:7.9.0").with_kraft().start()
         return kafka, kafka.get_bootstrap_server()
     if name == "redis":
-        # Append-only, as the local server: a test may restart it.
+        # Append-only file, as on the local server, because a test may restart Redis.
         container = DockerContainer("redis:7").with_command("redis-server --appendonly yes")
         port, ready, url = 6379, "Ready to accept connections", "redis://{}:{}/0"
     else:

@@ -1,4 +1,4 @@
-"""A real Chromium: the machine's own, installed where we may, driven by Playwright."""
+"""Chromium pages for dashboard tests, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.brokers import brokers_required
 
 
 def program() -> str:
-    """Where Chromium is; without it the test skips, or fails where nothing may be skipped."""
+    """Return the path of Chromium; if it is missing, skip the test, or fail in CI."""
     try:
         return chromium()
     except Missing as missing:
@@ -25,26 +25,26 @@ def program() -> str:
 
 
 class Watched:
-    """A page, and what it complained about."""
+    """Page with its uncaught errors, dialogs, and console errors and warnings."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
-        self.complaints: list[str] = []
-        page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        page.on("console", lambda message: self._heard(message.type, message.text))
-        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
+        self.console_errors: list[str] = []
+        page.on("pageerror", lambda error: self.console_errors.append(f"error: {error}"))
+        page.on("console", lambda message: self._add(message.type, message.text))
+        page.on("dialog", lambda dialog: self.console_errors.append(f"dialog: {dialog.message}"))
 
-    def _heard(self, kind: str, text: str) -> None:
+    def _add(self, kind: str, text: str) -> None:
         if kind in ("error", "warning"):
-            self.complaints.append(f"{kind}: {text}")
+            self.console_errors.append(f"{kind}: {text}")
 
 
 @asynccontextmanager
 async def open_page(
     address: str, *, dark: bool = False, width: int = 1200, height: int = 800
 ) -> AsyncIterator[Watched]:
-    """A page in a browser of its own."""
-    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # Chromium refuses root otherwise
+    """Open a page in a new browser."""
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # required to run Chromium as root
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=program(), args=sandbox)
         try:

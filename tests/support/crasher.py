@@ -1,7 +1,8 @@
-"""A process that appends to a log until it is killed, and tells its parent over a pipe.
+"""Process that appends to a log until it is killed, and reports over a pipe.
 
-One interpreter is started; for each line with a directory on its input it forks a child, writes
-the child's pid, and the child writes ``i ID`` before each append and ``a ID`` once it is synced.
+For each line with a directory and a seed on stdin, it forks a child and writes the child's pid. The
+child writes ``i NUMBER`` before it appends a record and ``a NUMBER`` once the record is synced. It
+does not wait for the sync of some records, so these have no ``a`` line.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ __all__ = ["content", "number"]
 
 
 def content(number: int, size: int = 0) -> bytes:
-    """A record that says which it is, and whose filling can be checked."""
+    """Return a record with its number and ``size`` bytes that are derived from the number."""
     return b"\x01" + struct.pack("<I", number) + bytes((number * 7 + i) & 255 for i in range(size))
 
 
 def number(record: bytes) -> int:
-    """Which it is; fails if it is not as ``content`` made it."""
+    """Return the number of a record; fail if the record is not what ``content`` returned."""
     (found,) = struct.unpack_from("<I", record, 1)
     assert record == content(found, len(record) - 5)
     return int(found)
@@ -39,15 +40,15 @@ async def work(path: str, seed: int) -> None:
         nonlocal last
         while True:
             last += 1
-            mine = last
-            record = content(mine, random.randrange(300))
-            os.write(1, b"i %d\n" % mine)
+            record_number = last
+            record = content(record_number, random.randrange(300))
+            os.write(1, b"i %d\n" % record_number)
             if random.random() < 0.2:
                 log.writer.append_nowait([record])
                 await asyncio.sleep(0)
             else:
                 await log.writer.append([record])
-                os.write(1, b"a %d\n" % mine)
+                os.write(1, b"a %d\n" % record_number)
 
     async def compactor() -> None:
         while True:

@@ -1,9 +1,9 @@
-"""A disk in memory for the log: it can lose power, fill up, write short, fail a sync, be damaged.
+"""In-memory disk that simulates power loss, a full disk, short writes and failed syncs.
 
-Every call is kept in ``journal``. ``lose_power(when, …)`` is a new disk as it may be found after
-the power went right after the call ``journal[when - 1]``: what was synced is there, and of the
-rest any part in any order. Writes are torn at ``SECTOR``; where a later sector came through and an
-earlier one did not, there are zeros, noise, or bytes of another file.
+``journal`` records every call. ``lose_power(when, …)`` returns a new disk with contents that are
+possible if the power fails right after the call ``journal[when - 1]``: all synced data, and any
+subset of the other data. Writes are torn at multiples of ``SECTOR``. If a later sector was written
+and an earlier one was not, the earlier one contains zeros, noise, or bytes of another file.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from qkit.native.log.disk import Disk
 
 __all__ = ["SECTOR", "Call", "Mode", "SimulatedDisk"]
 
-SECTOR = 64  # far less than a real one, so that small tests tear records too
+SECTOR = 64  # bytes; much smaller than a real one, so that small records are torn too
 Mode = Literal["all", "none", "prefix", "subset"]
 
 
 @dataclass
 class Call:
-    """Something that happened: a call of the log's, or a note of the test's (``kind='note'``)."""
+    """Disk call, or a note that the test added (``kind='note'``)."""
 
     kind: str
     file: int = 0
@@ -41,15 +41,15 @@ class _File:
 
 
 class SimulatedDisk(Disk):
-    """See the module. ``capacity`` is in bytes over all files; ``None`` is without end."""
+    """In-memory ``Disk``; ``capacity`` is the total size in bytes, ``None`` means unlimited."""
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self.path = Path("simulated")
         self.journal: list[Call] = []
         self.capacity: int | None = None
-        self.short: int | None = None  # at most so many bytes a write
-        self.fail: dict[str, OSError] = {}  # the next call of that kind fails, once
-        self.syncs = 0  # calls, failed ones too
+        self.short: int | None = None  # maximum bytes per write
+        self.fail: dict[str, OSError] = {}  # errors of the next call, by kind; each is raised once
+        self.syncs = 0  # number of syncs, including failed ones
         self._files: list[_File] = []
         self._names: dict[str, int] = {}
         for name, data in (files or {}).items():
@@ -58,18 +58,18 @@ class SimulatedDisk(Disk):
         self._begin = dict(self._names), [bytes(file.data) for file in self._files]
 
     def note(self, note: object) -> None:
-        """Put a line of the test's own books between the calls."""
+        """Add a note to the journal."""
         self.journal.append(Call("note", note=note))
 
     def files(self) -> dict[str, bytes]:
-        """What is there for whoever looks now."""
+        """Return the current contents of all files."""
         return {name: bytes(self._files[file].data) for name, file in self._names.items()}
 
     def _meet(self, kind: str) -> None:
         if kind in self.fail:
             raise self.fail.pop(kind)
 
-    # Disk; a file's number serves as its descriptor
+    # Disk methods; the descriptor of a file is its index in ``_files``
 
     def close(self) -> None:
         pass
@@ -101,7 +101,7 @@ class SimulatedDisk(Disk):
             data = data[: self.short]
         file = self._files[fd].data
         if self.capacity is not None:
-            named = {fd, *self._names.values()}  # what was removed takes no space
+            named = {fd, *self._names.values()}  # removed files take no space
             used = sum(len(self._files[other].data) for other in named) - len(file)
             room = max(0, self.capacity - used - offset)
             if not data[:room]:
@@ -143,10 +143,10 @@ class SimulatedDisk(Disk):
         self._meet("sync_directory")
         self.journal.append(Call("sync_directory"))
 
-    # Power
+    # Crashes
 
     def kill(self, when: int) -> SimulatedDisk:
-        """The same disk, unsynced as it is, whose process was killed after ``when`` calls."""
+        """Return the disk as it is if the process is killed after ``when`` calls: complete."""
         disk = SimulatedDisk()
         disk.journal = self.journal[:when]
         disk._begin = self._begin
@@ -161,9 +161,10 @@ class SimulatedDisk(Disk):
         return disk
 
     def lose_power(self, when: int, random: Random, mode: Mode) -> SimulatedDisk:
-        """The disk after the first ``when`` calls; ``mode`` says what becomes of the unsynced.
+        """Return the disk as it may be if the power fails after ``when`` calls.
 
-        ``all`` of it is there: then only the process was killed.
+        ``mode`` selects which unsynced calls survive; ``all`` is the same as killing the process,
+        except that data of a failed sync is lost.
         """
         names = dict(self._begin[0])
         count = len(self._files)
@@ -179,7 +180,7 @@ class SimulatedDisk(Disk):
                     _apply(durable[call.file], done)
                 waiting[call.file].clear()
             elif call.kind == "sync_failed":
-                # As Linux does: the bytes stay to be read, count as written, and never will be.
+                # As on Linux: the pages are readable and clean, but never reach the disk.
                 waiting[call.file].clear()
             elif call.kind in ("create", "rename", "unlink"):
                 naming.append(call)
@@ -230,7 +231,7 @@ def _some(calls: list[Call], random: Random, mode: Mode) -> list[Call]:
 def _survive(
     durable: list[bytearray], file: int, calls: list[Call], random: Random, mode: Mode
 ) -> None:
-    """Apply a part of the unsynced calls to one file."""
+    """Apply the unsynced calls of one file that survive a power loss."""
     data = durable[file]
     pieces: list[Call] = []
     for call in calls:
@@ -247,7 +248,7 @@ def _survive(
     end = max((piece.offset + len(piece.data) for piece in pieces), default=before)
     chosen = _some(pieces, random, mode)
     if mode == "subset" and random.random() < 0.3:
-        # The new length came through before the bytes did.
+        # The new length was written before the data.
         chosen.insert(0, Call("write", file=file, offset=end, data=b""))
     covered: set[int] = set()
     for piece in chosen:

@@ -1,8 +1,8 @@
-"""A process that lives in an engine until it is killed, and tells its parent over a pipe.
+"""Process that runs a workload on an engine until it is killed, and reports over a pipe.
 
-One interpreter is started; for each line ``PATH SEED SEGMENT_BYTES MEMORY_LIMIT FSYNC`` on its
-input it forks a child, writes the child's pid, and the child writes a JSON list before and after
-each thing that it does, as ``tests.support.books`` wants them.
+For each line ``PATH SEED SEGMENT_BYTES MEMORY_LIMIT FSYNC`` on stdin, it forks a child and writes
+the child's pid. The child writes a JSON list before and after each operation, in the format of
+``tests.support.crash_model``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import cast
 
 from qkit.native.storage.storage import Fsync
 from tests.support.engines import open_engine
-from tests.support.history import live, prepare
+from tests.support.workload import prepare, run_workload
 
 
-def tell(line: tuple[str | int | bool | None, ...]) -> None:
+def record(line: tuple[str | int | bool | None, ...]) -> None:
     os.write(1, json.dumps(line).encode() + b"\n")
 
 
@@ -33,12 +33,12 @@ async def work(path: str, seed: str, segment_bytes: str, memory_limit: str, fsyn
     )
     await prepare(engine)
     steps = int(os.environ.get("QKIT_CRASHER_STEPS", "1000000"))
-    await live(engine, Random(int(seed)), tell, seed, steps)
+    await run_workload(engine, Random(int(seed)), record, seed, steps)
     await engine.aclose()
 
 
 def main() -> None:
-    if len(sys.argv) > 1:  # by itself, without a fork: for strace
+    if len(sys.argv) > 1:  # run without forking, for strace
         asyncio.run(work(*sys.argv[1:]))
         return
     for line in sys.stdin:

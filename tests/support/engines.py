@@ -1,4 +1,4 @@
-"""Durable engines for tests: on a simulated disk, with segments of any size, and what they hold."""
+"""Durable engines for tests, and a view of their contents."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["Seen", "held_bytes", "open_engine", "view"]
 async def open_engine(
     where: SimulatedDisk | Path, clock: Clock | None = None, **options: Any
 ) -> Engine:
-    """An engine on a simulated disk or in a directory; ``options`` are those of ``Storage``.
+    """Open an engine on a simulated disk or in a directory; ``options`` are those of ``Storage``.
 
-    With any clock but the system's it writes in the loop itself: the same calls every time.
+    With any clock but the system clock, the engine writes in the event loop, so that the order of
+    the disk calls is deterministic.
     """
     engine = Engine(clock=clock)
     disk = Disk(where) if isinstance(where, Path) else where
@@ -29,7 +30,7 @@ async def open_engine(
 
 
 class Seen(NamedTuple):
-    """A message that is in a queue, in a group's share of a topic, or among the dead letters."""
+    """Message in a queue, in a group of a topic, or in a dead-letter queue."""
 
     queue: str
     group: str | None
@@ -42,7 +43,7 @@ class Seen(NamedTuple):
 
 
 async def view(engine: Engine) -> list[Seen]:
-    """All that an engine has, in order of delivery in each queue; nothing may be in flight."""
+    """Return all messages of an engine; fail if a message is in flight."""
     found: list[Seen] = []
     names = await engine.list()
     for name in names:
@@ -68,5 +69,5 @@ async def view(engine: Engine) -> list[Seen]:
 
 
 def held_bytes(engine: Engine) -> int:
-    """How many bytes of bodies the engine says it keeps in memory."""
+    """Return the total size, in bytes, of the message bodies that the engine keeps in memory."""
     return engine.storage.journal.held

@@ -1,4 +1,4 @@
-"""Settings for a service on each backend, for tests of what stands above all of them."""
+"""Service settings for each backend, for tests that run on all backends."""
 
 from __future__ import annotations
 
@@ -9,38 +9,41 @@ import pytest
 
 from qkit import Settings
 
-__all__ = ["BACKENDS", "NAMES", "Ask"]
+__all__ = ["BACKENDS", "NAMES", "GetFixture"]
 
-Ask = Callable[[str], Any]
+GetFixture = Callable[[str], Any]
 RETRY = {"initial_delay": 0.05, "jitter": 0}
 
-# What the conventions of OpenTelemetry call it, and how to open it with the fixtures of a test.
-# Another backend is another entry.
-BACKENDS: dict[str, tuple[str, Callable[[Ask], Settings]]] = {
-    "native": ("qkit", lambda ask: Settings(type="native", retry=RETRY)),
+# For each backend, its OpenTelemetry ``messaging.system`` and a function that returns the settings,
+# given a function that returns a fixture by name.
+BACKENDS: dict[str, tuple[str, Callable[[GetFixture], Settings]]] = {
+    "native": ("qkit", lambda fixture: Settings(type="native", retry=RETRY)),
     "native on disk": (
         "qkit",
-        lambda ask: Settings(type="native", path=ask("tmp_path") / "data", retry=RETRY),
+        lambda fixture: Settings(type="native", path=fixture("tmp_path") / "data", retry=RETRY),
     ),
     "redis list": (
         "redis",
-        lambda ask: Settings(type="redis", mode="list", url=ask("redis_url"), retry=RETRY),
+        lambda fixture: Settings(type="redis", mode="list", url=fixture("redis_url"), retry=RETRY),
     ),
     "redis pub/sub": (
         "redis",
-        lambda ask: Settings(type="redis", mode="pubsub", url=ask("redis_url"), retry=RETRY),
+        lambda fixture: Settings(
+            type="redis", mode="pubsub", url=fixture("redis_url"), retry=RETRY
+        ),
     ),
     "rabbitmq": (
         "rabbitmq",
-        lambda ask: Settings(type="rabbitmq", url=ask("rabbitmq_url"), retry=RETRY),
+        lambda fixture: Settings(type="rabbitmq", url=fixture("rabbitmq_url"), retry=RETRY),
     ),
     "kafka": (
         "kafka",
-        lambda ask: Settings(type="kafka", url=ask("kafka_url"), retry=RETRY),
+        lambda fixture: Settings(type="kafka", url=fixture("kafka_url"), retry=RETRY),
     ),
 }
 
-# For ``params=``: no hook sees a fixture that is named only when the test runs.
+# Values for ``params=``. The marks are explicit because the collection hook that adds them cannot
+# see fixtures that a test requests at run time.
 NAMES = [
     name if system == "qkit" else pytest.param(name, marks=pytest.mark.broker)
     for name, (system, _) in BACKENDS.items()

@@ -1,4 +1,4 @@
-"""The native engine behind faults: calls fail, wait or are never answered, as a test says."""
+"""Native backend whose calls fail, wait or never return, as scripted by a test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BLACK_HOLE", "FaultyBackend"]
 
 
 class _BlackHole:
-    """A call that is never answered."""
+    """Fault that makes a call never return."""
 
 
 BLACK_HOLE: Final = _BlackHole()
@@ -25,11 +25,11 @@ Fault = BaseException | asyncio.Event | _BlackHole | Callable[[], None] | None
 
 
 class FaultyBackend(FaultInjectingBackend):
-    """``NativeBackend`` whose calls meet what was scripted for them.
+    """``NativeBackend`` with scripted faults.
 
-    ``calls`` has every call in the order in which it began: ``("publish", "orders")``, and
-    ``published`` the ids of each publish that went through. It may be started again after
-    ``aclose``, with empty queues. ``native`` is the backend behind the faults.
+    ``calls`` lists all calls in the order they started, for example ``("publish", "orders")``.
+    ``published`` has a list of message ids for each successful publish. After ``aclose`` the
+    backend may be started again, with empty queues. ``native`` is the wrapped backend.
     """
 
     def __init__(
@@ -58,32 +58,32 @@ class FaultyBackend(FaultInjectingBackend):
     def _new(self) -> NativeBackend:
         return NativeBackend(clock=self._clock, max_depth=self._max_depth)
 
-    # What a test says
+    # Faults
 
     def script(self, call: str, *faults: Fault) -> None:
-        """What the next calls of that name meet, one each; ``None`` goes through."""
+        """Inject the faults into the next calls, one into each; ``None`` lets a call succeed."""
         self._script.setdefault(call, deque()).extend(faults)
 
     def always(self, call: str, fault: Fault) -> None:
-        """What every call of that name meets, until ``heal``."""
+        """Inject a fault into every call that has no scripted fault, until ``heal``."""
         self._always[call] = fault
 
     def heal(self, call: str) -> None:
-        """Calls of that name go through again."""
+        """Remove all faults of a call."""
         self._always.pop(call, None)
         self._script.pop(call, None)
 
     def count(self, call: str) -> int:
-        """How often it was called."""
+        """Return how often ``call`` was called."""
         return sum(name == call for name, _ in self.calls)
 
     def names(self, *but: str) -> list[str]:
-        """The names of the calls in order, repetitions left out."""
+        """Return the names of the calls in order, without ``but`` and consecutive duplicates."""
         found = [name for name, _ in self.calls if name not in but]
-        return [name for place, name in enumerate(found) if place == 0 or found[place - 1] != name]
+        return [name for index, name in enumerate(found) if index == 0 or found[index - 1] != name]
 
     async def meet(self, call: str, subject: str = "") -> None:
-        """Record a call and meet its fault."""
+        """Record a call and inject its next fault, if any."""
         self.calls.append((call, subject))
         script = self._script.get(call)
         fault = script.popleft() if script else self._always.get(call)
@@ -156,7 +156,7 @@ class FaultyBackend(FaultInjectingBackend):
     async def release(
         self, subscription: Subscription, delivery: Delivery, delay: float, count_attempt: bool
     ) -> None:
-        await self.meet("release" if count_attempt else "give back", delivery.queue)
+        await self.meet("release" if count_attempt else "release uncounted", delivery.queue)
         await subscription.release(delivery, delay, count_attempt=count_attempt)
 
     async def stopping(self, subscription: Subscription) -> None:

@@ -1,4 +1,4 @@
-"""A consumer of Kafka in a test, below the service."""
+"""Helpers for tests that use a Kafka subscription without a service."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["spec", "take"]
 
 
 def spec(name: str, **options: Any) -> SubscriptionSpec:
-    """A subscription to a queue, with room for all of a test's messages."""
+    """Return the spec of a subscription whose prefetch is larger than any test needs."""
     values: dict[str, Any] = {"group": "g", "consumer": "c", "prefetch": 100, **options}
     return SubscriptionSpec(queue=name, **values)
 
 
 async def take(subscription: KafkaSubscription, count: int = 1) -> list[Delivery]:
-    """So many deliveries, however many calls that needs."""
+    """Receive ``count`` deliveries, in as many calls as needed."""
     found: list[Delivery] = []
     async with asyncio.timeout(60):
         while len(found) < count:

@@ -1,7 +1,7 @@
-"""A Kafka worker to be killed: ``python -m tests.support.kafka_worker URL QUEUE SESSION``.
+"""Kafka worker that a test kills: ``python -m tests.support.kafka_worker URL QUEUE SESSION``.
 
-It has many more handlers than partitions, some of them slow, and writes the id of each message
-that it has settled.
+It has more slots than partitions. About 5 % of the handler calls never finish; the others print the
+message id.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Look up the tests that a page names by their node ids."""
+"""Lookup of tests by the node ids that a document cites."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-# Expected to fail, or left out by the default `-m`: as little proof as a skip.
+# Tests that are skipped, expected to fail, or deselected by the default `-m` prove nothing.
 NO_PROOF = {"skip", "skipif", "xfail", "torture", "full"}
 
 
 def find(test: str) -> list[Any]:
-    """The module, class and function of a test; importing is a tenth of the cost of collecting."""
+    """Return the module, class and function of a test.
+
+    It imports the module, because collecting the test takes ten times as long.
+    """
     path, *names = test.split("::")
     found: list[Any] = [importlib.import_module(path.removesuffix(".py").replace("/", "."))]
     for name in names:
@@ -25,18 +28,19 @@ def marks(item: Any) -> set[str]:
 
 
 def fault(test: str) -> str | None:
+    """Return why a node id proves nothing, or ``None`` if it names a test that runs."""
     try:
         _, *classes, function = found = find(test)
     except (AttributeError, ImportError, FileNotFoundError) as error:
         return f"does not exist: {error}"
     names = [Path(test.partition("::")[0]).name, function.__name__]
     if not all(name.startswith("test_") for name in names) or not callable(function):
-        return "is no test"
+        return "is not a test"
     if not all(item.__name__.startswith("Test") for item in classes):
         return "is in a class that is not collected"
-    if hollow := NO_PROOF & {mark for item in found for mark in marks(item)}:
-        return f"is marked {', '.join(hollow)}"
+    if excluding := NO_PROOF & {mark for item in found for mark in marks(item)}:
+        return f"is marked {', '.join(excluding)}"
     needs = getattr(function, "__qkit_requires__", ())
-    if lacks := [feature for feature in needs if not classes[-1].column.supports(feature)]:
-        return f"is skipped: the backend lacks {', '.join(lacks)}"
+    if unsupported := [feature for feature in needs if not classes[-1].column.supports(feature)]:
+        return f"is skipped: the backend lacks {', '.join(unsupported)}"
     return None

@@ -1,13 +1,13 @@
 """Private brokers, for tests that kill, freeze and restart them.
 
     with private_broker("redis") as redis:
-        with redis.killed():  # kill -9; afterwards it runs again, same address, same data
+        with redis.killed():  # SIGKILL; restarted afterwards with the same address and data
             ...
-        with redis.frozen():  # SIGSTOP; afterwards it goes on
+        with redis.frozen():  # SIGSTOP; resumed afterwards
             ...
 
-Each has a directory and ports of its own. A guard in another process ends it and removes its data
-when the test is over, also when the tests themselves were killed.
+Each broker has its own directory and ports. A guard process stops it and removes its data after the
+test, even if the test process was killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.brokers import SCRIPT, brokers_required
 __all__ = ["PrivateBroker", "private_broker"]
 
 SETTINGS: Final[Mapping[str, Sequence[str]]] = {
-    # What it confirmed is on the disk: nothing may be missing after a kill.
+    # Sync every write, so that a killed server loses nothing that it has confirmed.
     "redis": ["appendfsync always"],
     "rabbitmq": [],
     "kafka": [],
@@ -42,11 +42,12 @@ SETTINGS: Final[Mapping[str, Sequence[str]]] = {
 
 
 class PrivateBroker:
-    """One server that a test may do anything to.
+    """Broker that a test may kill, freeze and restart.
 
-    ``url`` is its address. A Kafka client follows the address that the server gives it, so a Kafka
-    that is to be reached through a proxy is made with the proxy's port as ``advertised``; it
-    listens for the proxy at ``proxied``. The others are reached at their own port by a proxy too.
+    ``url`` is its address, and ``proxied`` is the port that a proxy connects to. Kafka clients
+    connect to the address that the broker advertises, so a Kafka broker behind a proxy needs the
+    proxy's port as ``advertised`` and has a separate listener on ``proxied``. For other brokers
+    ``proxied`` is the normal port.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PrivateBroker:
         proxied = None
         if advertised is not None:
             if name != "kafka":
-                raise ValueError("only Kafka tells its clients where it is")
+                raise ValueError(f"advertised is only valid for kafka, not for {name}")
             proxied = free_port()
             lines += _listeners(proxied, advertised)
         self._brokers = Brokers(directory, [name], {name: lines})
@@ -76,31 +77,31 @@ class PrivateBroker:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Its processes now."""
+        """Process ids of the running server."""
         (status,) = self._brokers.status()
         return status.pids
 
     def restart(self) -> None:
-        """Start it unless it runs, at the same address with the same data; wait for it."""
+        """Start the server if it is not running, with the same address and data."""
         failures = self._brokers.up()
         if failures:
             raise RuntimeError(f"{self.name} did not start: {failures[self.name]}")
 
     def kill(self) -> None:
-        """kill -9: no chance to save anything."""
+        """Kill the server with SIGKILL."""
         self._brokers.stop(grace=0)
 
     def freeze(self) -> None:
-        """SIGSTOP: connections stay open, nobody answers."""
+        """Stop the server with SIGSTOP: connections stay open but get no replies."""
         self._brokers.signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Resume the server with SIGCONT."""
         self._brokers.signal(signal.SIGCONT)
 
     @contextmanager
     def killed(self) -> Iterator[None]:
-        """Dead inside, back after it."""
+        """Kill the server; restart it when the block ends."""
         self.kill()
         try:
             yield
@@ -109,7 +110,7 @@ class PrivateBroker:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Frozen inside, going on after it."""
+        """Freeze the server; resume it when the block ends."""
         self.freeze()
         try:
             yield
@@ -121,7 +122,7 @@ class PrivateBroker:
 def private_broker(
     name: str, *, settings: Sequence[str] = (), advertised: int | None = None
 ) -> Iterator[PrivateBroker]:
-    """A broker for one test or module; without its program the test skips, or fails in CI."""
+    """Start a broker and stop it on exit; if it cannot start, skip the test, or fail in CI."""
     directory = Path(tempfile.mkdtemp(prefix=f"qkit-{name}-"))
     guard = subprocess.Popen(
         [sys.executable, str(SCRIPT), "guard"],
@@ -153,7 +154,7 @@ def _address(url: str) -> tuple[str, int]:
 
 
 def _listeners(proxied: int, advertised: int) -> list[str]:
-    """A second way into Kafka: through a proxy, which its clients are then told to use."""
+    """Return settings for an additional Kafka listener that advertises the proxy's port."""
     return [
         "listeners=PLAINTEXT://127.0.0.1:{kafka},CONTROLLER://127.0.0.1:{controller},"
         f"PROXIED://127.0.0.1:{proxied}",
@@ -164,7 +165,7 @@ def _listeners(proxied: int, advertised: int) -> list[str]:
 
 
 def _borrow_libraries(directory: Path) -> None:
-    """Kafka's jars do not change: use those that `scripts/brokers` has fetched, if it has."""
+    """Link to the Kafka jars that `scripts/brokers` has already downloaded, if any."""
     fetched = Kafka(brokers_directory()).home / "libs"
     if fetched.exists():
         home = Kafka(directory).home

@@ -1,11 +1,11 @@
-"""A TCP proxy with faults, for tests of what a network does to a connection.
+"""TCP proxy that injects network faults.
 
     with Proxy(redis.port) as proxy:  # connect to 127.0.0.1:proxy.port
         proxy.reset()
         ...
 
-It runs in a thread with a loop of its own, so that it works whatever the test's loop does and a
-fixture of any scope can hold it. Every method returns once what it says has happened.
+The proxy runs in a thread with its own event loop, so that it does not depend on the test's loop
+and can be a fixture of any scope. Every method returns once its fault is in effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK = 65_536
 
 @dataclass
 class Connection:
-    """One client's way through the proxy, and what has passed on it."""
+    """Client connection with the number of bytes forwarded in each direction."""
 
     number: int
     sent: int = 0  # bytes to the server
@@ -38,65 +38,65 @@ class Connection:
 
 
 class Proxy:
-    """Forwards to ``127.0.0.1:target`` until told otherwise.
+    """TCP proxy that forwards connections to ``127.0.0.1:target`` and can inject faults.
 
-    ``port`` is where clients connect; give one to have it before the server is there, as a Kafka
-    must that advertises it.
+    Clients connect to ``port``; 0 means any free port. Set it if it must be known before the server
+    starts, for example because a Kafka broker advertises it.
     """
 
     def __init__(self, target: int, *, port: int = 0) -> None:
         self.target = target
         self.port = port
         self.connections: list[Connection] = []
-        self._ways: set[_Way] = set()
+        self._connections: set[_ProxiedConnection] = set()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._requests = asyncio.Event()  # set: what clients say is passed on
-        self._replies = asyncio.Event()  # set: what the server says is passed on
+        self._requests = asyncio.Event()  # set: requests are forwarded
+        self._replies = asyncio.Event()  # set: replies are forwarded
         self._requests.set()
         self._replies.set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
 
     @property
     def open_connections(self) -> int:
-        """How many connections of clients are open now."""
+        """Number of open client connections."""
         return sum(connection.open for connection in self.connections)
 
     # -- faults ------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Reset every connection (RST), on both sides; new ones are served."""
+        """Reset every connection (RST) on both sides; accept new ones."""
         self._call(self._reset)
 
     def half_close(self) -> None:
-        """Tell every client that the server says no more (FIN), and swallow what they say.
+        """Send a FIN to every client and then discard all data in both directions.
 
-        The server is told nothing. New connections are served.
+        The connections to the server stay open. New connections are accepted.
         """
         self._call(self._half_close)
 
     def black_hole(self) -> None:
-        """Pass nothing on, in neither direction; connections stay open and new ones open too."""
+        """Forward nothing in either direction; open and new connections stay open."""
         self._call(self._requests.clear, self._replies.clear)
 
     def hold_replies(self) -> None:
-        """Pass on what clients say, and keep the server's answers back: they are in flight."""
+        """Forward requests, but hold back the server's replies."""
         self._call(self._replies.clear)
 
     def refuse(self) -> None:
-        """Reset every connection and refuse new ones: nobody listens."""
+        """Reset every connection and refuse new ones."""
         self._run(self._refuse())
 
     def heal(self, *, forget: bool = False) -> None:
-        """Serve again. What was held back is passed on, as TCP does when packets get through.
+        """End the fault and forward everything that was held back, as TCP does.
 
-        With ``forget`` nothing is passed on any more on the connections that were open: the server
-        sees them reset, and the clients see nothing at all, as behind a firewall that forgot them.
+        With ``forget``, open connections stay dead: the server sees a reset and the clients see
+        nothing, as when a firewall loses its state.
         """
         self._run(self._heal(forget))
 
-    # -- life --------------------------------------------------------------------------------
+    # -- context manager ---------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -124,7 +124,7 @@ class Proxy:
 
         self._run(call())
 
-    # -- in the thread -----------------------------------------------------------------------
+    # -- run in the proxy's thread -----------------------------------------------------------
 
     async def _listen(self) -> None:
         if self._server is None:
@@ -138,23 +138,23 @@ class Proxy:
         task.add_done_callback(self._tasks.discard)
         connection = Connection(len(self.connections))
         self.connections.append(connection)
-        way = _Way(reader, writer, connection)
-        self._ways.add(way)
-        # A cancelled task would be reported by the server's callback: closing cancels them all.
+        proxied = _ProxiedConnection(reader, writer, connection)
+        self._connections.add(proxied)
+        # asyncio would otherwise log an error for each task that ``_close`` cancels.
         with contextlib.suppress(OSError, asyncio.CancelledError):
-            # In a black hole the client's handshake succeeds and the server hears nothing of it.
+            # During a black hole, the client can connect but the server sees no connection.
             await self._requests.wait()
-            await way.run(self.target, self._requests, self._replies)
-        self._ways.discard(way)
-        way.close()
+            await proxied.run(self.target, self._requests, self._replies)
+        self._connections.discard(proxied)
+        proxied.close()
 
     def _reset(self) -> None:
-        for way in self._ways:
-            way.reset()
+        for proxied in self._connections:
+            proxied.reset()
 
     def _half_close(self) -> None:
-        for way in self._ways:
-            way.half_close()
+        for proxied in self._connections:
+            proxied.half_close()
 
     async def _refuse(self) -> None:
         server, self._server = self._server, None
@@ -164,8 +164,8 @@ class Proxy:
 
     async def _heal(self, forget: bool) -> None:
         if forget:
-            for way in self._ways:
-                way.forget()
+            for proxied in self._connections:
+                proxied.forget()
         self._requests.set()
         self._replies.set()
         await self._listen()
@@ -177,8 +177,8 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class _Way:
-    """The two halves of one connection."""
+class _ProxiedConnection:
+    """Client's connection to the proxy, and the proxy's connection to the server."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: Connection
@@ -187,10 +187,10 @@ class _Way:
         self._to_client = writer
         self._to_server: asyncio.StreamWriter | None = None
         self._connection = connection
-        self.forgotten = False  # nothing passes any more, and the client is not told
+        self.forgotten = False  # nothing is forwarded, and the client sees no reset
 
     async def run(self, target: int, requests: asyncio.Event, replies: asyncio.Event) -> None:
-        """Pass on until the client is gone."""
+        """Forward until the client disconnects."""
         server: asyncio.StreamReader | None = None
         if not self.forgotten:
             server, self._to_server = await asyncio.open_connection(HOST, target)
@@ -202,7 +202,7 @@ class _Way:
     async def _pass_requests(self, gate: asyncio.Event) -> None:
         while True:
             chunk = await self._read(self._from_client)
-            await gate.wait()  # also before the end is passed on: the server must not hear of it
+            await gate.wait()  # at EOF too: the server must not see the close during a fault
             if not chunk:
                 break
             if self._to_server is not None and not self.forgotten:
@@ -256,7 +256,7 @@ class _Way:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection at once, with RST instead of FIN."""
+    """Close a connection immediately, with RST instead of FIN."""
     endpoint: socket.socket | None = writer.get_extra_info("socket")
     if endpoint is not None and endpoint.fileno() >= 0:
         endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

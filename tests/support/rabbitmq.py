@@ -1,4 +1,4 @@
-"""RabbitMQ past qkit: the bare client, and tidying up what tests left on a broker."""
+"""RabbitMQ helpers: aiormq channels, conditions, and cleanup after tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 @asynccontextmanager
 async def bare_channel(url: str) -> AsyncIterator[aiormq.Channel]:
-    """Another program: a channel of the bare client, with confirms."""
+    """Open an aiormq channel with publisher confirms."""
     connection = await aiormq.connect(url)
     try:
         channel = await connection.channel()
@@ -49,7 +49,7 @@ async def bare_channel(url: str) -> AsyncIterator[aiormq.Channel]:
 
 
 async def delete_declared(url: str, backends: Iterable[RabbitMQBackend]) -> None:
-    """Delete every queue and topic that these backends declared: queues cost a broker memory."""
+    """Delete all queues and topics that these backends declared, to free memory in the broker."""
     names = {name: spec for backend in backends for name, spec in backend._specs.items()}
     groups = {
         group_queue(topic, group)
@@ -73,7 +73,7 @@ def spec(name: str, **options: Any) -> SubscriptionSpec:
 
 
 async def declare(backend: RabbitMQBackend, name: str, **options: Any) -> None:
-    """A queue with its dead letters, as a service does it."""
+    """Declare a queue and its dead-letter queue, as a service does."""
     await backend.declare(QueueSpec(name=f"{name}.dlq", max_depth=100, drop_oldest=True))
     await backend.declare(QueueSpec(name=name, dead_letter=f"{name}.dlq", **options))
 
@@ -95,7 +95,7 @@ async def consumers(raw: aiormq.Channel, name: str) -> int:
 
 
 async def refused(url: str, name: str, **options: Any) -> str:
-    """What the broker says to somebody who declares the queue like this."""
+    """Declare a queue with conflicting options and return the broker's error message."""
     async with bare_channel(url) as channel:
         with pytest.raises(aiormq.exceptions.ChannelPreconditionFailed) as caught:
             await channel.queue_declare(name, durable=True, **options)
@@ -103,17 +103,17 @@ async def refused(url: str, name: str, **options: Any) -> str:
 
 
 async def dead(backend: RabbitMQBackend, name: str) -> DeadLetter:
-    """The one dead letter of a queue, once it is there."""
+    """Wait for the only dead letter of a queue and return it."""
     await eventually(lambda: backend.peek(f"{name}.dlq", 1))
     (envelope,) = await backend.peek(f"{name}.dlq", 10)
     return DeadLetter.from_envelope(envelope)
 
 
 async def is_(number: Awaitable[int], wanted: int) -> bool:
-    """For conditions."""
+    """Return whether an awaited number has the wanted value, as a condition."""
     return await number == wanted
 
 
 async def has_depth(backend: RabbitMQBackend, name: str, wanted: int) -> bool:
-    """For conditions."""
+    """Return whether a queue has the wanted depth, as a condition."""
     return (await backend.stats(name)).depth == wanted

@@ -1,4 +1,4 @@
-"""A tour through all that qkit does on a Redis server, for servers of another kind or version."""
+"""Smoke test of all Redis backend operations, for other server products and versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["tour"]
 
 
 async def tour(parameters: ConnectionParameters, name: str) -> None:
-    """Send, consume, settle, peek, delete; queue names begin with ``name``."""
+    """Send, consume, settle, peek and delete on queues whose names start with ``name``."""
     await _lists(parameters, name)
     await _without_leases(parameters, name)
     await _pubsub(parameters, f"{name}-heard")

@@ -1,4 +1,4 @@
-"""Plugin that fails a CI run in which no test of a requirement ran."""
+"""Pytest plugin that fails a CI run if a requirement has no passed test."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import pytest
 from tests.support.brokers import brokers_required
 
 LIST = Path(__file__).resolve().parents[2] / "docs" / "requirements.toml"
-# Options that select tests, beside paths and ``-m``.
+# Options that select tests, besides paths and ``-m``.
 SELECTIONS = ("keyword", "deselect", "ignore", "ignore_glob", "lf", "collectonly")
 
 
 def need_tests() -> set[str]:
-    """Return the ids of the lines in the state `test`."""
+    """Return the ids of the requirements in the state `test`."""
     tables = tomllib.loads(LIST.read_text(encoding="utf-8"))
     noted = {key for state in ("bench", "deviation", "planned") for key in tables.pop(state, ())}
-    return {key for seed in tables.values() for lines in seed.values() for key in lines} - noted
+    return {
+        key for document in tables.values() for lines in document.values() for key in lines
+    } - noted
 
 
 def is_complete(config: pytest.Config) -> bool:
-    """Tell whether the whole suite was asked for: no path, ``-k``, or ``-m`` of the caller."""
+    """Return whether the whole suite runs, without paths, ``-k`` or a custom ``-m``."""
     return (
         config.args_source is pytest.Config.ArgsSource.TESTPATHS
         and config.getoption("markexpr") in ("", *config.getini("addopts"))
@@ -31,9 +33,9 @@ def is_complete(config: pytest.Config) -> bool:
 
 
 class SkippedProofs:
-    """Where brokers are due, fail a complete run if no test of a `test` line passed.
+    """Plugin that fails a complete run with brokers if a `test` requirement has no passed test.
 
-    A report carries the ids of its test as properties, so that it works with xdist as well.
+    Test reports carry the requirement ids as user properties, so that it works with xdist too.
     """
 
     def __init__(self) -> None:
@@ -61,6 +63,6 @@ class SkippedProofs:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._unproven:
-            terminalreporter.section("requirements of which no test ran", red=True)
+            terminalreporter.section("requirements without a passed test", red=True)
             for key in self._unproven:
                 terminalreporter.line(key)

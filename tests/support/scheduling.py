@@ -1,7 +1,8 @@
-"""Which tests stay together in one process, and which of these groups start first.
+"""Scheduling of tests: which tests share a process, and which groups start first.
 
-By default a module or class is one group: its fixtures, a server among them, start once. Groups
-that take minutes are split, and the longest start first, so that no process runs alone at the end.
+By default a module or class is one group, so that its fixtures (for example a server) start once.
+Some groups that take minutes are split, and the longest groups start first, so that all processes
+finish at about the same time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["scope_of", "start_order"]
 RELIABILITY: Final = "tests/reliability/"
 SHARDS: Final = 4
 
-# Their scenarios are independent and use a server that runs already.
+# Modules of independent tests, which can be split because all processes use the same server.
 SHARDED: Final = (
     "tests/conformance/test_kafka.py",
     "tests/conformance/test_rabbitmq.py",
@@ -22,10 +23,10 @@ SHARDED: Final = (
     "tests/conformance/test_redis_pubsub.py",
 )
 
-# They share a session, which takes ten seconds and both cores to start.
+# One group, because its tests share a Spark session, which takes ten seconds and two CPUs to start.
 SPARK: Final = "tests/spark/"
 
-# Longest first, as measured; all other groups follow by number of tests.
+# Prefixes of the longest groups by measured time, longest first; other groups start after them.
 LONGEST: Final = (
     "tests/spark/",
     "tests/reliability/#kafka",
@@ -62,6 +63,6 @@ def scope_of(nodeid: str, scope: str) -> str:
 
 
 def start_order(scope: str) -> int:
-    """Return the place of a group among those that start first; a lower one starts earlier."""
+    """Return the sort key of a group; groups with lower keys start earlier."""
     places = (place for place, prefix in enumerate(LONGEST) if scope.startswith(prefix))
     return next(places, len(LONGEST))

@@ -1,4 +1,4 @@
-"""Services for tests: quick to make, on a virtual clock, with retries that are exact."""
+"""Native services for tests, and helpers to inspect them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_service(
     retry: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> QueueService:
-    """A native service with these handlers; its backoff has no jitter unless asked for."""
+    """Return a native service with these handlers; by default, backoff has no jitter."""
     service = QueueService(
         Settings(type="native", retry={"jitter": 0, **(retry or {})}, **settings),
         backend=backend,
@@ -36,24 +36,24 @@ def make_service(
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Let the loop run until ``condition`` holds, without letting virtual time pass.
+    """Run the loop until ``condition`` is true, without advancing the virtual clock.
 
-    For what threads do; ``seconds`` are real ones and only bound a test that fails.
+    Use it to wait for events in other threads. Fails after ``seconds`` of real time.
     """
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, f"condition not true within {seconds:g} s"
         await asyncio.sleep(0)
 
 
 async def only_letter(service: QueueService, channel: str) -> DeadLetter:
-    """The one dead letter of a channel."""
+    """Return the only dead letter of a channel; fail if there is not exactly one."""
     letters = await service.dead_letters(channel).list()
     assert len(letters) == 1, letters
     return letters[0]
 
 
 def failures(service: QueueService, channel: str) -> tuple[int, int, int]:
-    """A channel's retried, failed and dead-lettered messages."""
+    """Return the numbers of retried, failed and dead-lettered messages of a channel."""
     counters = service.metrics().channels[channel]
     return counters.messages_retried, counters.messages_failed, counters.messages_dead_lettered

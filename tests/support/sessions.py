@@ -1,4 +1,4 @@
-"""Kafka notices a dead consumer when its session ends, after 45 s: tests do not wait so long."""
+"""Short Kafka sessions, so that tests need not wait the default 45 s for one to expire."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["SESSION", "short_sessions"]
+__all__ = ["SESSION_SECONDS", "short_sessions"]
 
-SESSION: Final = 6.0
+SESSION_SECONDS: Final = 6.0
 
 
 @contextmanager
 def short_sessions() -> Iterator[None]:
-    """Inside it a ``KafkaBackend`` that the settings open has sessions of six seconds."""
+    """Change the default session timeout of ``KafkaBackend`` to ``SESSION_SECONDS``."""
     from qkit.backends.kafka.backend import KafkaBackend
 
     defaults = KafkaBackend.__init__.__kwdefaults__
     assert defaults is not None
-    usual, defaults["session"] = defaults["session"], SESSION
+    usual, defaults["session"] = defaults["session"], SESSION_SECONDS
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""Processes that share a directory: ``python -m tests.support.sharer <directory> <part> …``.
+"""Process that shares a directory: ``python -m tests.support.sharer <directory> <part> …``.
 
-Each process says which role it has, and goes on until it is killed or its input ends.
+It prints each change of its role (owner or client) and runs until it is killed or stdin closes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["share"]
 
 
 def share(directory: Path, **options: float) -> SharedDirectoryBackend:
-    """A backend on a directory that is shared."""
+    """Return a backend on a shared directory."""
 
     async def own() -> tuple[NativeBackend, Engine]:
         engine = await Engine.open(directory)
@@ -37,25 +37,25 @@ def share(directory: Path, **options: float) -> SharedDirectoryBackend:
     )
 
 
-def say(*words: object) -> None:
+def report(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 @consume("orders", concurrency=4)
 async def take(body: int) -> None:
-    say("got", body)
+    report("got", body)
 
 
 @consume("orders")
 async def block(body: int) -> None:
-    say("begin", body)
-    time.sleep(1.5)  # noqa: ASYNC251  # blocking the loop is the point
-    say("end", body)
+    report("begin", body)
+    time.sleep(1.5)  # noqa: ASYNC251  # the loop is blocked on purpose
+    report("end", body)
 
 
 @consume("orders")
 async def keep(body: int) -> None:
-    say("begin", body)
+    report("begin", body)
     await asyncio.sleep(3_600)
 
 
@@ -64,19 +64,19 @@ async def send(service: QueueService, pause: float) -> None:
         try:
             await service.send("orders", number)
         except QueueError as error:
-            say("refused", number, type(error).__name__)
+            report("refused", number, type(error).__name__)
         else:
-            say("sent", number)
+            report("sent", number)
         await asyncio.sleep(pause)
 
 
-async def tell_roles(backend: SharedDirectoryBackend) -> None:
+async def report_roles(backend: SharedDirectoryBackend) -> None:
     role = None
     while True:
-        now = "owner" if backend.owner else "client" if backend._role is not None else "nobody"
+        now = "owner" if backend.owner else "client" if backend._role is not None else "none"
         if now != role:
             role = now
-            say(role)
+            report(role)
         await asyncio.sleep(0.005)
 
 
@@ -88,13 +88,13 @@ async def main(directory: Path, part: str, deadline: float) -> None:
         service.register(handler)
     loop = asyncio.get_running_loop()
     async with service, asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(tell_roles(backend))]
+        running = [tasks.create_task(report_roles(backend))]
         if part == "send":
             running.append(tasks.create_task(send(service, 0.005)))
         await loop.run_in_executor(None, sys.stdin.read)
         for task in running:
             task.cancel()
-    say("ended")
+    report("ended")
 
 
 if __name__ == "__main__":

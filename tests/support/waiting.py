@@ -1,4 +1,4 @@
-"""Waiting for what other processes and brokers do, in real time."""
+"""Helpers that wait in real time for other processes and brokers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["eventually", "scaled"]
 
 
 def scaled(seconds: float) -> float:
-    """Return a promised time, longer in proportion if more processes want to run than can.
+    """Return a time limit, multiplied by the load per CPU if that is more than 1.
 
-    A quiet machine has to keep the promise; a busy one has to come to the same end.
+    ``seconds`` is the limit on an idle machine.
     """
     average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
     wanted = max(float(average), float(running.partition("/")[0]))
@@ -25,16 +25,16 @@ def scaled(seconds: float) -> float:
 async def eventually(
     condition: Callable[[], object] | Callable[[], Awaitable[object]], within: float = 60.0
 ) -> float:
-    """Wait until ``condition`` holds, and say how long it took; fail after ``within`` seconds."""
-    began = time.monotonic()
+    """Wait until ``condition`` is true and return the seconds elapsed; fail after ``within``."""
+    started_at = time.monotonic()
     while True:
         holds = condition()
         if inspect.isawaitable(holds):
             holds = await holds
-        took = time.monotonic() - began
+        took = time.monotonic() - started_at
         if holds:
             return took
-        assert took < within, f"not within {within:g} s: {_source(condition)}"
+        assert took < within, f"not true within {within:g} s: {_source(condition)}"
         await asyncio.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""A service with something to see, and clients for its pages."""
+"""Service for web tests, and clients of its app."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 
 @channel("orders", dead_letter=True)
 class Orders:
-    """Handles numbers; a negative one is refused, unless the shop was mended."""
+    """Handler of numbers; rejects negative ones until ``accept_all`` is set."""
 
     def __init__(self) -> None:
         self.handled: list[int] = []
-        self.mended = False
+        self.accept_all = False
 
     @consume(concurrency=2)
     async def place(self, number: int, message: Message) -> None:
         """Book one order."""
-        if number < 0 and not self.mended:
+        if number < 0 and not self.accept_all:
             raise Reject(f"negative total {number}")
         self.handled.append(number)
 
 
 def make_shop(*handlers: object) -> QueueService:
-    """A native service in memory."""
+    """Return a service with an in-memory native engine and these handlers."""
     service = QueueService(Settings(type="native", retry={"jitter": 0, "initial_delay": 0.01}))
     for handler in handlers:
         service.register(handler)
@@ -48,7 +48,7 @@ async def client_of(
     hosts: tuple[str, ...] = (),
     base_url: str = "http://localhost:8710",
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client that calls the app without a network, by a name of loopback."""
+    """Yield a client that calls the app in process, by default with host name ``localhost``."""
     transport = httpx.ASGITransport(app=create_app(service, token=token, hosts=hosts))
     async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
         yield client
@@ -57,17 +57,17 @@ async def client_of(
 async def eventually(
     condition: Callable[[], Awaitable[object]], seconds: float = 60.0, every: float = 0.02
 ) -> None:
-    """Ask until the answer is yes; ``seconds`` only bound a test that fails."""
+    """Wait until the condition holds; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not await condition():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, f"condition not true within {seconds:g} s"
         await asyncio.sleep(every)
 
 
-async def buried(service: QueueService, channel: str, count: int) -> None:
-    """Wait until a channel has so many dead letters."""
+async def wait_for_dead_letters(service: QueueService, channel: str, count: int) -> None:
+    """Wait until a channel has exactly ``count`` dead letters."""
 
-    async def are_there() -> bool:
-        return len(await service.dead_letters(channel).list()) == count
+    async def found() -> bool:
+        return len(await service.dead_letters(channel).list(1_000)) == count
 
-    await eventually(are_there)
+    await eventually(found)

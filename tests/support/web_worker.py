@@ -1,7 +1,7 @@
-"""A worker with pages, as a process of its own.
+"""Worker process that serves the web app.
 
-It prints the address of its pages and then what happens. A message to ``naps`` sleeps that many
-seconds in the handler, one to ``blocks`` blocks the event loop for as long; the argument is how
+It prints its address and then a line for each event. The body of a message is a number of seconds:
+the handler of ``naps`` sleeps for that time, and the handler of ``blocks`` blocks the event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def nap(seconds: float) -> None:
 @consume("blocks")
 async def block(seconds: float) -> None:
     say("blocking")
-    time.sleep(seconds)  # noqa: ASYNC251  # blocking the loop is the point
+    time.sleep(seconds)  # noqa: ASYNC251  # the test needs a blocked loop
     say("blocked")
 
 

@@ -1,7 +1,7 @@
-"""A worker process for the tests of signals: ``python -m tests.support.worker <mode>``.
+"""Worker process for the signal tests: ``python -m tests.support.worker <mode>``.
 
-It writes a line for each accepted send, each handler's beginning and end, and at its own end how
-many messages are left. Whoever started it keeps the books.
+It writes a line for each confirmed send, for the start and end of each handler call and, before it
+exits, one with the number of remaining messages. The test compares these lines.
 """
 
 from __future__ import annotations
@@ -19,69 +19,69 @@ from qkit.backends.native.backend import NativeBackend
 from qkit.native import Engine
 
 SETTINGS = Settings(type="native", shutdown={"timeout": 20})
-FOR_EVER = 3_600.0
+FOREVER_SECONDS = 3_600.0
 
 
-def say(*words: object) -> None:
+def report(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 @consume("orders", concurrency=8)
 async def work(body: int, message: Message) -> None:
-    say("begin", message.id)
+    report("begin", message.id)
     await asyncio.sleep(random.random() / 50)
-    say("end", message.id)
+    report("end", message.id)
 
 
 @consume("orders", concurrency=8)
 def work_in_thread(body: int, message: Message) -> None:
-    say("begin", message.id)
+    report("begin", message.id)
     time.sleep(random.random() / 50)
-    say("end", message.id)
+    report("end", message.id)
 
 
 @consume("orders")
 async def stuck(body: int) -> None:
-    say("begin", body)
-    await asyncio.sleep(FOR_EVER)
+    report("begin", body)
+    await asyncio.sleep(FOREVER_SECONDS)
 
 
 @consume("orders")
 def stuck_in_thread(body: int) -> None:
-    say("begin", body)
-    time.sleep(FOR_EVER)
+    report("begin", body)
+    time.sleep(FOREVER_SECONDS)
 
 
 @consume("orders")
 async def stuck_in_loop(body: int) -> None:
-    say("begin", body)
-    time.sleep(FOR_EVER)  # noqa: ASYNC251  # blocking the loop is the point
+    report("begin", body)
+    time.sleep(FOREVER_SECONDS)  # noqa: ASYNC251  # the loop is blocked on purpose
 
 
 @consume("orders")
 async def stubborn(body: int) -> None:
-    say("begin", body)
+    report("begin", body)
     while True:
         try:
-            await asyncio.sleep(FOR_EVER)
+            await asyncio.sleep(FOREVER_SECONDS)
         except asyncio.CancelledError:
-            say("cancelled", body)
+            report("cancelled", body)
 
 
 async def load(service: QueueService) -> None:
-    """Send until the service is closed."""
+    """Send messages until the service is closed."""
     for number in range(10**9):
         try:
             sent = await service.send("orders", number)
         except QueueError:
             return
-        say("sent", sent.message_id)
+        report("sent", sent.message_id)
         if number % 5 == 0:
             await asyncio.sleep(0.001)
 
 
 async def under_load(handler: object) -> None:
-    async with Engine() as engine:  # it outlives the service, to be asked what is left
+    async with Engine() as engine:  # outlives the service, to count the remaining messages
         service = QueueService(SETTINGS, backend=NativeBackend(engine=engine))
         service.register(handler)
         await service.start()
@@ -89,23 +89,26 @@ async def under_load(handler: object) -> None:
         await service.run()
         await loading
         stats = await engine.stats("orders")
-        say("left", stats.depth + (stats.scheduled or 0) + (stats.in_flight or 0))
+        report("left", stats.depth + (stats.scheduled or 0) + (stats.in_flight or 0))
 
 
 async def one_message(handler: object) -> None:
     service = QueueService(SETTINGS)
     service.register(handler)
-    service.on("shutdown", lambda event: say("abandoned", event.abandoned))
+    service.on("shutdown", lambda event: report("abandoned", event.abandoned))
     await service.start()
     sending = asyncio.create_task(send_one(service))
     await service.run()
     await sending
-    say("ended")
+    report("ended")
 
 
 async def send_one(service: QueueService) -> None:
-    """Send once signals are caught: the handler's first words call for them."""
-    while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # noqa: ASYNC110  # no event tells
+    """Send a message once signal handlers are installed.
+
+    The test sends a signal as soon as the message is handled, so they must be in place by then.
+    """
+    while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # noqa: ASYNC110  # no event to wait for
         await asyncio.sleep(0)
     await service.send("orders", 1)
 
@@ -113,10 +116,10 @@ async def send_one(service: QueueService) -> None:
 def sync_service(handler: object) -> None:
     service = SyncQueueService(SETTINGS)
     service.register(handler)
-    service.on("shutdown", lambda event: say("abandoned", event.abandoned))
+    service.on("shutdown", lambda event: report("abandoned", event.abandoned))
     threading.Thread(target=send_one_in_sync, args=(service,)).start()
     service.run()
-    say("ended", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+    report("ended", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 
 
 def send_one_in_sync(service: SyncQueueService) -> None:

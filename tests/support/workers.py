@@ -1,7 +1,7 @@
-"""Worker processes for the tests of reliability: started quickly, heard over a pipe, killed.
+"""Worker processes for the reliability tests.
 
-One interpreter imports everything once; each worker is a fork of it. What a worker says is kept
-here, with the time at which it was heard, whatever becomes of the worker.
+A fork server imports everything once and forks each worker, so that workers start quickly. Workers
+report over a pipe. Reports are stored with their arrival times and outlive a killed worker.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tests.support.waiting import eventually
 __all__ = ["Line", "Worker", "Workers"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60.0  # seconds that only bound a test that fails
+TIMEOUT_SECONDS = 60.0  # reached only if a test fails
 
 
 @dataclass(frozen=True)
 class Line:
-    """One thing a worker said: a word, what belongs to it, and when it was heard."""
+    """Report from a worker: its first word, its other words, and the time of arrival."""
 
     word: str
     rest: tuple[str, ...]
@@ -39,12 +39,12 @@ class Line:
 
     @property
     def number(self) -> int:
-        """Which message it speaks of."""
+        """Message number in the report."""
         return int(self.rest[0])
 
 
 class Worker:
-    """A process with a role, and everything it has said so far."""
+    """Worker process and the reports received from it."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -53,61 +53,61 @@ class Worker:
         self.exit_code: int | None = None
 
     def of(self, word: str) -> list[Line]:
-        """The lines that begin with this word."""
+        """Return the reports that start with this word."""
         return [line for line in list(self.lines) if line.word == word]
 
     def numbers(self, word: str) -> list[int]:
-        """The messages of which it said this word, in order."""
+        """Return the message numbers of the reports that start with this word, in order."""
         return [line.number for line in self.of(word)]
 
-    def wait(self, condition: Callable[[], object], within: float = PATIENCE) -> None:
-        """Block until what it said makes the condition true."""
+    def wait(self, condition: Callable[[], object], within: float = TIMEOUT_SECONDS) -> None:
+        """Block until the condition is true; see ``Workers.wait``."""
         self._workers.wait(condition, within)
 
-    def wait_for(self, word: str, count: int = 1, within: float = PATIENCE) -> Line:
-        """Block until it has said a word so many times; the line that did it."""
+    def wait_for(self, word: str, count: int = 1, within: float = TIMEOUT_SECONDS) -> Line:
+        """Block until ``count`` reports start with this word, and return the last of these."""
         self.wait(lambda: self.exit_code is not None or len(self.of(word)) >= count, within)
         found = self.of(word)
         if len(found) < count:
-            pytest.fail(f"it ended without saying {word!r}: {self._workers.errors()}")
+            pytest.fail(f"the worker exited before reporting {word!r}; {self._workers.errors()}")
         return found[count - 1]
 
-    def wait_for_exit(self, within: float = PATIENCE) -> int:
-        """Block until it has ended; its exit code, or minus the signal that ended it."""
+    def wait_for_exit(self, within: float = TIMEOUT_SECONDS) -> int:
+        """Block until the worker exits; return its exit code, or the negated signal number."""
         self.wait(lambda: self.exit_code is not None, within)
         assert self.exit_code is not None
         return self.exit_code
 
-    async def said(self, word: str, count: int = 1, within: float = PATIENCE) -> None:
-        """As ``wait_for``, in a test that goes on meanwhile."""
+    async def reported(self, word: str, count: int = 1, within: float = TIMEOUT_SECONDS) -> None:
+        """Wait for reports like ``wait_for``, without blocking the event loop."""
         await eventually(lambda: self.exit_code is not None or len(self.of(word)) >= count, within)
         self.wait_for(word, count)
 
-    async def ended(self, within: float = PATIENCE) -> int:
-        """As ``wait_for_exit``, in a test that goes on meanwhile."""
+    async def exited(self, within: float = TIMEOUT_SECONDS) -> int:
+        """Wait for the exit like ``wait_for_exit``, without blocking the event loop."""
         await eventually(lambda: self.exit_code is not None, within)
         return self.wait_for_exit()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send a signal to the worker."""
         if self.exit_code is None:
             os.kill(self.pid, number)
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """Stop the worker with SIGSTOP."""
         self.signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Resume the worker with SIGCONT."""
         self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """kill -9, and wait for the end."""
+        """Kill the worker with SIGKILL and wait until it exits."""
         self.signal(signal.SIGKILL)
         self.wait_for_exit()
 
     def memory(self) -> int:
-        """Bytes of memory that it holds now."""
+        """Return the resident memory of the worker in bytes."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -116,66 +116,66 @@ class Worker:
 
 
 class Workers:
-    """Starts workers and hears them; closing it ends all."""
+    """Fork server that starts workers and collects their reports; ``close`` kills all workers."""
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in close()
-        self._nursery = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.working"],
+        self._fork_server = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.worker_roles"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
             bufsize=1,
-            start_new_session=True,  # it ends its whole group when it ends
+            start_new_session=True,  # the fork server kills its process group when it exits
         )
         self._workers: dict[str, Worker] = {}
         self._numbers = itertools.count(1)
-        self._heard = threading.Condition()
-        self._hearing = threading.Thread(target=self._hear, name="workers", daemon=True)
-        self._hearing.start()
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, name="workers", daemon=True)
+        self._reader.start()
 
     def start(self, role: str, **job: object) -> Worker:
-        """Fork a worker; see ``tests.support.working`` for the roles."""
+        """Fork a worker; see ``tests.support.worker_roles`` for the roles."""
         number = str(next(self._numbers))
         worker = self._workers[number] = Worker(self)
-        assert self._nursery.stdin is not None
-        self._nursery.stdin.write(json.dumps({"number": number, "role": role, **job}) + "\n")
+        assert self._fork_server.stdin is not None
+        self._fork_server.stdin.write(json.dumps({"number": number, "role": role, **job}) + "\n")
         self.wait(lambda: worker.pid)
         return worker
 
-    def wait(self, condition: Callable[[], object], within: float = PATIENCE) -> None:
-        """Block until the condition holds; it is looked at whenever a worker says something."""
-        with self._heard:
-            if not self._heard.wait_for(condition, within):
-                pytest.fail(f"it never happened, within {within:g} s; {self.errors()}")
+    def wait(self, condition: Callable[[], object], within: float = TIMEOUT_SECONDS) -> None:
+        """Block until the condition is true; it is checked after each report."""
+        with self._changed:
+            if not self._changed.wait_for(condition, within):
+                pytest.fail(f"condition not true within {within:g} s; {self.errors()}")
 
     def errors(self) -> str:
-        """The end of what the workers wrote to their standard error."""
+        """Return the last 3,000 characters that the workers wrote to stderr."""
         self._errors.flush()
         text = Path(f"/proc/self/fd/{self._errors.fileno()}").read_text(errors="replace")
-        return f"their last words were: {text[-3000:]}"
+        return f"end of stderr: {text[-3000:]}"
 
-    def _hear(self) -> None:
-        assert self._nursery.stdout is not None
-        for text in self._nursery.stdout:
+    def _read(self) -> None:
+        assert self._fork_server.stdout is not None
+        for text in self._fork_server.stdout:
             number, word, *rest = text.split()
             worker = self._workers[number]
-            with self._heard:
+            with self._changed:
                 worker.lines.append(Line(word, tuple(rest), time.monotonic()))
                 if word == "pid":
                     worker.pid = int(rest[0])
                 elif word == "exit":
                     worker.exit_code = int(rest[0])
-                self._heard.notify_all()
+                self._changed.notify_all()
 
     def close(self) -> None:
-        """End every worker."""
-        assert self._nursery.stdin is not None
-        assert self._nursery.stdout is not None
-        self._nursery.stdin.close()
-        self._nursery.wait()
-        self._hearing.join()
-        self._nursery.stdout.close()
+        """Kill every worker."""
+        assert self._fork_server.stdin is not None
+        assert self._fork_server.stdout is not None
+        self._fork_server.stdin.close()
+        self._fork_server.wait()
+        self._reader.join()
+        self._fork_server.stdout.close()
         self._errors.close()

@@ -1,4 +1,4 @@
-"""The virtual clock: jumps, real thread work, and everything put back afterwards."""
+"""Virtual clock: jumps, work in threads, and restoring the event loop."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ async def test_timers_fire_in_order_and_timeouts_work() -> None:
     assert order == [0.0, 1.0, 2.0, 3.0]
 
 
-async def test_thread_work_takes_real_time_and_stops_the_jumps() -> None:
+async def test_time_does_not_jump_while_a_thread_works() -> None:
     with VirtualClock() as clock:
         start = clock.monotonic()
-        async with asyncio.timeout(60):  # a jump would end it at once
+        async with asyncio.timeout(60):  # a jump would expire it immediately
             await asyncio.to_thread(time.sleep, 0.05)
         assert clock.monotonic() == start
         await asyncio.sleep(60)
         assert clock.monotonic() == start + 60
 
 
-async def test_a_timer_beside_thread_work_really_waits() -> None:
+async def test_a_timer_waits_in_real_time_while_a_thread_works() -> None:
     with VirtualClock() as clock:
         start, released = clock.monotonic(), threading.Event()
         asyncio.get_running_loop().call_later(0.05, released.set)
@@ -61,14 +61,14 @@ async def test_a_timer_beside_thread_work_really_waits() -> None:
         assert clock.monotonic() - start == pytest.approx(0.05)
 
 
-async def test_a_refused_executor_does_not_count() -> None:
+async def test_a_failed_run_in_executor_does_not_stop_the_clock() -> None:
     with VirtualClock() as clock:
         with pytest.raises(AttributeError):
             asyncio.get_running_loop().run_in_executor(object(), print)  # type: ignore[arg-type]
         await clock.advance(3600)
 
 
-async def test_without_timers_it_waits_for_real_events() -> None:
+async def test_without_timers_the_clock_waits_for_real_events() -> None:
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
     with ours, theirs, VirtualClock():
@@ -77,28 +77,30 @@ async def test_without_timers_it_waits_for_real_events() -> None:
         assert await loop.sock_recv(ours, 1) == b"x"
 
 
-async def test_everything_is_put_back() -> None:
+async def test_the_loop_is_restored_when_the_clock_exits() -> None:
     loop = asyncio.get_running_loop()
     selector = loop._selector  # type: ignore[attr-defined]
     clock = VirtualClock()
     with clock:
         assert "time" in vars(loop)
         assert "select" in vars(selector)
-        with pytest.raises(RuntimeError, match="in use"), clock:
+        with pytest.raises(RuntimeError, match="already active"), clock:
             pass
         with pytest.raises(RuntimeError, match="one clock at a time"), VirtualClock():
             pass
         assert "time" in vars(loop)
     assert not {"time", "run_in_executor"} & vars(loop).keys()
     assert "select" not in vars(selector)
-    with clock:  # and again
+    with clock:  # the clock can be entered again
         await clock.advance(1)
 
 
-async def test_a_foreign_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_loop_without_a_selector_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Foreign:
         pass
 
     monkeypatch.setattr(asyncio, "get_running_loop", Foreign)
-    with pytest.raises(RuntimeError, match="selector event loop, not Foreign"):
+    with pytest.raises(RuntimeError, match="asyncio's selector event loop, got Foreign"):
         VirtualClock().__enter__()

@@ -1,4 +1,4 @@
-"""Users' tests: real handlers, the real engine, virtual time."""
+"""``TestService``: running handlers on the native engine in virtual time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def shop() -> tuple[QueueService, Orders]:
 
 
 @pytest.mark.proves("002-usage-1")
-async def test_handlers_run_and_their_calls_are_seen() -> None:
+async def test_handlers_run_and_their_calls_are_recorded() -> None:
     service, orders = shop()
     async with TestService(service) as t:
         await t.send("orders", Order(id=1))
@@ -76,7 +76,7 @@ async def test_handlers_run_and_their_calls_are_seen() -> None:
         assert [call.body for call in t.handled(print_receipt)] == [{"order": 1}]
 
 
-async def test_a_backoff_of_seven_days_takes_no_time() -> None:
+async def test_a_backoff_of_seven_days_takes_no_real_time() -> None:
     service, _ = shop()
     started = time.monotonic()
     async with TestService(service) as t:
@@ -93,7 +93,7 @@ async def test_a_backoff_of_seven_days_takes_no_time() -> None:
     assert time.monotonic() - started < 60
 
 
-async def test_dead_letters_are_there_to_look_at() -> None:
+async def test_dead_letters_can_be_inspected() -> None:
     service, _ = shop()
     async with TestService(service) as t:
         assert t.dead_letters("orders") == []
@@ -105,7 +105,7 @@ async def test_dead_letters_are_there_to_look_at() -> None:
         assert letter.channel == "orders"
 
 
-async def test_time_passes_only_when_told() -> None:
+async def test_time_passes_only_in_advance_and_drain() -> None:
     service, _ = shop()
     async with TestService(service) as t:
         await t.send("orders", Order(id=1), delay=60)
@@ -117,7 +117,7 @@ async def test_time_passes_only_when_told() -> None:
         assert len(t.handled(Orders.place)) == 1
 
 
-async def test_a_wait_without_end_is_an_error_and_not_a_hang() -> None:
+async def test_drain_raises_if_messages_remain_in_a_paused_channel() -> None:
     service, _ = shop()
     async with TestService(service) as t:
         service.pause("orders")
@@ -126,14 +126,14 @@ async def test_a_wait_without_end_is_an_error_and_not_a_hang() -> None:
             await t.drain()
 
 
-async def test_a_function_that_is_no_handler_is_refused() -> None:
+async def test_handled_rejects_a_function_that_is_not_a_handler() -> None:
     service, _ = shop()
     async with TestService(service) as t:
         with pytest.raises(AssertionError, match="not a handler"):
             t.handled(print)
 
 
-async def test_batches_topics_and_sync_handlers() -> None:
+async def test_batches_topics_and_synchronous_handlers_are_recorded() -> None:
     prices: Channel[float] = Channel("prices", float, broadcast=True)
 
     @consume("rows", batch_size=2, batch_wait=5)
@@ -158,9 +158,9 @@ async def test_batches_topics_and_sync_handlers() -> None:
         assert t.dead_letters("prices")[0].group == "a"
 
 
-async def test_what_the_configured_backend_cannot_do_is_refused_here_too() -> None:
+async def test_features_that_the_configured_backend_lacks_are_rejected() -> None:
     settings = Settings(type="native")
-    object.__setattr__(settings, "type", "kafka")  # as if its client were installed
+    object.__setattr__(settings, "type", "kafka")  # configured for Kafka without its client library
     service = QueueService(settings, backend=NativeBackend())
     service.declare(Channel("orders", max_priority=9))
     with pytest.raises(Unsupported, match="max_priority"):
@@ -168,7 +168,7 @@ async def test_what_the_configured_backend_cannot_do_is_refused_here_too() -> No
             pass
 
 
-async def test_on_pubsub_every_channel_is_a_topic_here_too() -> None:
+async def test_with_pubsub_settings_every_channel_is_a_topic() -> None:
     got: list[str] = []
 
     @consume("prices")
@@ -189,7 +189,7 @@ async def test_on_pubsub_every_channel_is_a_topic_here_too() -> None:
     assert sorted(got) == ["audit 1", "audit 2", "mail 1", "mail 2"]
 
 
-async def test_a_failing_start_leaves_the_loop_as_it_was() -> None:
+async def test_a_failed_start_restores_the_loop() -> None:
     before = asyncio.get_running_loop().time
     service = QueueService(Settings(type="native", prefetch=1))
 
@@ -203,7 +203,7 @@ async def test_a_failing_start_leaves_the_loop_as_it_was() -> None:
     assert asyncio.get_running_loop().time == before
 
 
-async def test_the_fixture_takes_handlers(
+async def test_the_fixture_accepts_handlers(
     qkit_service: Callable[..., Awaitable[TestService]], virtual_clock: VirtualClock
 ) -> None:
     t = await qkit_service(print_receipt, Orders())
@@ -213,7 +213,7 @@ async def test_the_fixture_takes_handlers(
     assert t.clock is virtual_clock
 
 
-async def test_the_fixture_takes_a_service(
+async def test_the_fixture_accepts_a_service(
     qkit_service: Callable[..., Awaitable[TestService]],
 ) -> None:
     service, _ = shop()
@@ -221,7 +221,7 @@ async def test_the_fixture_takes_a_service(
     assert t.service is service
 
 
-async def test_a_handler_that_never_returns_is_an_error_and_not_a_hang() -> None:
+async def test_drain_raises_if_a_handler_never_returns() -> None:
     @consume("hang")
     async def hang(body: int) -> None:
         await asyncio.Event().wait()
@@ -234,7 +234,7 @@ async def test_a_handler_that_never_returns_is_an_error_and_not_a_hang() -> None
             await t.drain()
 
 
-async def test_a_handler_may_take_a_week_in_one_go() -> None:
+async def test_a_handler_may_sleep_for_a_week() -> None:
     @consume("slow")
     async def slow(*, body: int) -> None:
         await asyncio.sleep(WEEK)
@@ -247,8 +247,8 @@ async def test_a_handler_may_take_a_week_in_one_go() -> None:
         assert [call.body for call in t.handled(slow)] == [1]
 
 
-async def test_a_synchronous_handler_sends_and_no_time_jumps_meanwhile() -> None:
-    """The backoff of the second handler must not begin while the first waits for its send."""
+async def test_time_does_not_jump_while_a_synchronous_handler_sends() -> None:
+    """The second handler's backoff must not elapse while the first handler sends."""
     times: list[float] = []
 
     @consume("orders")
@@ -275,10 +275,10 @@ async def test_a_synchronous_handler_sends_and_no_time_jumps_meanwhile() -> None
         await t.drain()
         assert receipts == [1] * 20
         assert len(t.handled(place)) == 1
-    assert times[0] < 60  # real time passes in a thread, and not a week
+    assert times[0] < 60  # only real time passed, not the backoff of a week
 
 
-async def test_a_send_in_a_synchronous_handler_fails_here_too() -> None:
+async def test_an_asynchronous_send_in_a_synchronous_handler_fails() -> None:
     @consume("orders")
     def place(number: int) -> None:
         _ = service.send("receipts", number)
@@ -292,14 +292,14 @@ async def test_a_send_in_a_synchronous_handler_fails_here_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["send", "publish", "send_many"])
-async def test_a_send_from_another_thread_is_refused_at_the_call(name: str) -> None:
+async def test_a_send_from_another_thread_raises_at_the_call(name: str) -> None:
     service, _ = shop()
     async with TestService(service) as t:
         with pytest.raises(LifecycleError, match=f"service.sync.{name}"):
             await asyncio.to_thread(getattr(t, name), "orders", [1])
 
 
-async def test_many_are_sent_with_options_and_checked_like_one() -> None:
+async def test_send_many_takes_options_and_checks_every_body() -> None:
     numbers: Channel[int] = Channel("numbers", int)
     service = QueueService(Settings(type="native"))
     async with TestService(service) as t:

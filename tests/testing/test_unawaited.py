@@ -1,4 +1,4 @@
-"""The pytest plugin fails a test that forgets to await a coroutine of qkit."""
+"""The pytest plugin fails a test that does not await one of qkit's coroutines."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_awaits():
 async def other():
     pass
 
-def test_forgets_a_coroutine_of_its_own():
+def test_forgets_its_own_coroutine():
     other()
 """
 
 
 @pytest.fixture(autouse=True)
-def _settings_of_pytest_asyncio(pytester: pytest.Pytester) -> None:
+def _configure_pytest_asyncio(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
 
 
@@ -84,19 +84,19 @@ def _settings_of_pytest_asyncio(pytester: pytest.Pytester) -> None:
     ],
     ids=" ".join,
 )
-def test_a_test_that_forgets_await_fails_whatever_the_filters(
+def test_a_test_that_forgets_await_fails_with_any_warning_filter(
     pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
     pytester.makepyfile(FORGETFUL)
     result = pytester.runpytest_subprocess("-q", "-rfE", *options)
     outcomes = result.parseoutcomes()
-    strict = "error" in options  # then pytest itself fails the test with a coroutine of its own
+    strict = "error" in options  # pytest itself then also fails test_forgets_its_own_coroutine
     assert (outcomes["failed"], outcomes["errors"]) == (4 if strict else 3, 1)
     assert outcomes["passed"] == (1 if strict else 2)
     if not strict:
         result.stdout.fnmatch_lines(
             [
-                "never awaited: QueueService.send. Nothing was done: write `await` before the call",
+                "never awaited: QueueService.send. The call did nothing: write `await` before it",
                 "never awaited: QueueService.stats. *",
             ]
         )
@@ -131,7 +131,7 @@ def test_the_warning_still_names_the_line_that_dropped_the_coroutine(
     )
 
 
-def test_in_debug_mode_the_warning_still_says_where_the_coroutine_was_made(
+def test_in_debug_mode_the_warning_still_names_where_the_coroutine_was_created(
     pytester: pytest.Pytester,
 ) -> None:
     pytester.makepyfile(
@@ -153,7 +153,7 @@ def test_in_debug_mode_the_warning_still_says_where_the_coroutine_was_made(
     result.stdout.fnmatch_lines(["*Coroutine created at (most recent call last)*", "*    other()"])
 
 
-def test_a_run_leaves_the_interpreter_as_it_was(pytester: pytest.Pytester) -> None:
+def test_a_run_restores_the_unawaited_coroutine_hook(pytester: pytest.Pytester) -> None:
     import warnings
 
     before = warnings._warn_unawaited_coroutine  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""What type checkers must know about qkit. Checked by mypy and pyright, never executed.
+"""Types that mypy and pyright must infer, and errors that they must report; never executed.
 
-A line that must be an error carries both checkers' ignore comments. With unused ignores reported,
-an error that is lost fails the test as surely as one that is new.
+A line that must be an error has an ignore comment for each checker. Unused ignores are reported, so
+the test fails when an expected error disappears and when a new error appears.
 """
 
 from collections.abc import Callable, Coroutine
@@ -58,7 +58,7 @@ rows = Channel("rows", Row)
 numbers = Channel("numbers", list[int])
 anything = Channel("anything")
 
-# -- a channel knows its type --------------------------------------------------------------------
+# -- a channel has the type of its bodies ----------------------------------------------------------
 
 assert_type(Channel("orders", Order), Channel[Order])
 assert_type(numbers, Channel[list[int]])
@@ -70,7 +70,7 @@ Channel("q", Order, balance="least_busy")
 Channel("q", Order, balance="fair")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
 Channel("q", Order, prefetsch=3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 
-# -- a send is checked against it ----------------------------------------------------------------
+# -- a sent body must match the type of its channel ------------------------------------------------
 
 
 async def sends() -> None:
@@ -92,7 +92,7 @@ async def sends() -> None:
     await service.send(5, 1)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-async def sends_that_are_not_awaited() -> None:
+async def sends_without_await() -> None:
     _ = assert_type(service.send(orders, Order(id=1)), Coroutine[Any, Any, Sent])
     _ = assert_type(service.publish("prices", 1.5), Coroutine[Any, Any, Sent])
     _ = assert_type(service.send_many(orders, [Order(id=1)]), Coroutine[Any, Any, list[Sent]])
@@ -149,7 +149,7 @@ async def sends_in_tests(t: TestService) -> None:
     await t.send(orders, Invoice(number="1"))  # type: ignore[misc]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-# -- decorators keep signatures ------------------------------------------------------------------
+# -- decorators keep signatures --------------------------------------------------------------------
 
 
 @consume
@@ -193,7 +193,7 @@ assert_type(Orders("ledger").ledger, str)
 Orders(5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Orders("ledger").audit(Order(id=1))  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
-# -- listeners, answers and settings -------------------------------------------------------------
+# -- listeners, results and settings ---------------------------------------------------------------
 
 
 def on_retry(event: Retried) -> None:

@@ -1,12 +1,12 @@
-"""Make the upgrade data anew: what qkit d324538 leaves behind on each backend.
+"""Generator of the upgrade data: the state that qkit 0.1.0 (d324538) leaves on each backend.
 
     git worktree add /tmp/old d324538
     python -m tests.upgrade.generate /tmp/old [native redis rabbitmq-classic rabbitmq-quorum kafka]
 
-The data is made once and kept: it stands for what users of that version have. Servers are private
-and empty. Each state is left by two processes of the old version (``old_service.py``), of which the
-second is killed with ``kill -9`` while it holds messages; then it is read with the plain drivers.
-Beside each state, ``….expected.json`` says what is in it.
+The data was generated once and is kept in git, because users of that version have such state. The
+servers are private and initially empty. Two processes of the old version (``old_service.py``)
+produce each state; except for ``native-clean``, the second is killed with SIGKILL while it holds
+messages. Then the plain drivers read the state. ``….expected.json`` lists the contents of a state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.upgrade.raw import DATA, PREFIX, write
 
 PROGRAM = Path(__file__).with_name("old_service.py")
 RETRY = {"initial_delay": 0.05, "jitter": 0}
-HELD = 5  # three orders, and a tick in each group
+HELD = 5  # messages in flight: three orders, and a tick in each group
 
 BULK = """
 import importlib, sys
@@ -46,19 +46,19 @@ if committed == "yes":
 
 
 class Old:
-    """Runs programs on the old version, and collects what they say."""
+    """Runner of programs with the old version, which collects what they report."""
 
     def __init__(self, checkout: Path, settings: Mapping[str, object]) -> None:
         self._settings = {**settings, "prefix": PREFIX, "retry": RETRY}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("QKIT_")}
         self._environment = {**kept, "PYTHONPATH": str(checkout / "src")}
-        self.said: list[dict[str, Any]] = []
+        self.reported: list[dict[str, Any]] = []
 
     def run(self, *arguments: str) -> None:
         subprocess.run([sys.executable, *arguments], env=self._environment, check=True)
 
     def phase(self, phase: str, *, killed: bool = False) -> None:
-        """Run a phase; one that says that it is ready is killed, or told to end."""
+        """Run a phase; when the service reports ``ready``, kill it or close its input."""
         arguments = [sys.executable, str(PROGRAM), phase, json.dumps(self._settings)]
         with subprocess.Popen(
             arguments,
@@ -70,9 +70,9 @@ class Old:
             assert process.stdin is not None
             assert process.stdout is not None
             for line in process.stdout:
-                said = json.loads(line)
-                self.said.append(said)
-                if "ready" in said:
+                reported = json.loads(line)
+                self.reported.append(reported)
+                if "ready" in reported:
                     if killed:
                         process.send_signal(signal.SIGKILL)
                     else:
@@ -80,11 +80,11 @@ class Old:
         assert process.returncode == (-signal.SIGKILL if killed else 0)
 
     def of(self, word: str) -> list[Any]:
-        return [said[word] for said in self.said if word in said]
+        return [reported[word] for reported in self.reported if word in reported]
 
 
 def expect(name: str, old: Old, more: Iterable[Mapping[str, object]] = (), **facts: object) -> None:
-    """Write down what the old service said of its messages and dead letters."""
+    """Write the expected contents: the messages and dead letters that the old service reported."""
     messages = [*old.of("sent"), *more]
     expected = {**facts, "messages": messages, "letters": old.of("letter")}
     (DATA / f"{name}.expected.json").write_text(json.dumps(expected, indent=1) + "\n")
@@ -162,7 +162,7 @@ def main(checkout: Path, names: list[str]) -> None:
             case "kafka":
                 kafka(checkout)
             case _:
-                sys.exit(f"{name!r}: no such backend")
+                sys.exit(f"unknown backend {name!r}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""The service whose state is the upgrade data; run by ``generate.py`` on qkit d324538.
+"""Service that produces the upgrade data; ``generate.py`` runs it with qkit d324538.
 
     python tests/upgrade/old_service.py work|hold '{"type": "native", "path": "data", …}'
 
-``work`` ends cleanly and leaves dead letters. ``hold`` leaves messages that are waiting, delayed,
-retried and in flight, says ``ready``, and then is killed, or ends when its input does. Each line of
-output is a JSON object. It uses the public API of that version only.
+``work`` leaves dead letters and exits cleanly. ``hold`` leaves messages that are waiting, delayed,
+retried and in flight, and reports ``ready``; then it is killed, or exits when its standard input is
+closed. Each line of output is a JSON object. Messages are sent and handled through the public API.
 """
 
-# It never runs on the current version, whose types may differ.
+# This file is never run with the current version, whose types may differ.
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pydantic import BaseModel
 
 from qkit import Channel, Message, QueueService, Reject, Retry, RetrySettings, Settings, consume
 
-FAR = 20 * 365 * 86_400.0  # seconds; a delay that no test waits for
-SOON = 3.0  # delay of a message that is due when the data is used
-AGAIN = 6.4  # the same, of a retry
+FAR = 20 * 365 * 86_400.0  # seconds; a delay that never passes in a test
+SOON = 3.0  # seconds; delay of a message that is due when the data is used
+AGAIN = 6.4  # seconds; delay of a retry that is due when the data is used
 WORKERS = 3
-ACTIONS = {"held": "hold", "retried": "retry", "dead": "reject"}  # by the stage they lead to
+ACTIONS = {"held": "hold", "retried": "retry", "dead": "reject"}  # action by resulting stage
 
-#: Channels that were declared with options, by the option; each holds two messages.
+#: Options of the channels that are declared with an option; each channel gets two messages.
 OPTIONS: dict[str, dict[str, Any]] = {
     "option-attempts": {"retry": RetrySettings(max_attempts=5)},
     "option-deadline": {"ack_deadline": 60.0},
@@ -43,25 +43,25 @@ NEEDS = {"option-deadline": "lease", "option-priority": "priority"}
 
 
 class Order(BaseModel):
-    """A message of the queue; ``action`` says what its handler does."""
+    """Message of the queue; ``action`` determines what the handler does."""
 
     name: str
     action: str = "done"
 
 
 class Tick(BaseModel):
-    """A message of the topic, with an action for each group that does not just handle it."""
+    """Message of the topic; ``actions`` names the action of a group, by default ``done``."""
 
     name: str
     actions: dict[str, str] = {}
 
 
-def say(word: str, value: object = True) -> None:
+def report(word: str, value: object = True) -> None:
     print(json.dumps({word: value}), flush=True)
 
 
 def record_declarations() -> None:
-    """Say each AMQP declaration and binding as it is sent: the broker does not list them."""
+    """Report each AMQP declaration and binding that is sent, because AMQP cannot list them."""
     import aiormq
 
     channel: Any = aiormq.Channel
@@ -72,8 +72,8 @@ def record_declarations() -> None:
             @functools.wraps(original)
             async def call(self: Any, *arguments: object, **options: Any) -> object:
                 if not options.get("passive"):
-                    said = {k: v for k, v in options.items() if k not in ("nowait", "timeout")}
-                    say("declaration", [name, list(arguments), said])
+                    recorded = {k: v for k, v in options.items() if k not in ("nowait", "timeout")}
+                    report("declaration", [name, list(arguments), recorded])
                 return await original(self, *arguments, **options)
 
             return call
@@ -82,13 +82,13 @@ def record_declarations() -> None:
 
 
 class Old:
-    """The old service with its handlers, and what they have done."""
+    """Service of the old version with handlers that record their calls."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.service = QueueService(settings)
         self.done: list[str] = []
-        self.mended = False
+        self.fixed = False
         self.changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -104,8 +104,8 @@ class Old:
                     raise RuntimeError(f"could not book {name}")
                 case "reject":
                     raise Reject("negative total")
-                case "once" if not self.mended:
-                    raise Reject("mended later")
+                case "once" if not self.fixed:
+                    raise Reject("fixed later")
                 case "retry" if message.attempt == 1:
                     raise Retry("the ledger is busy", delay=AGAIN)
                 case "hold":
@@ -136,14 +136,14 @@ class Old:
 
         return prices
 
-    # What is sent, and what must become of it
+    # The following methods send a message and report its expected stage.
 
     async def order(self, name: str, stage: str, action: str = "done", **options: Any) -> str:
         body: object = Order(name=name, action=action)
         if action == "undecodable":
             body = f"{name} is no order"
         sent = await self.service.send("orders", body, **options)
-        self.say_sent("orders", None, name, stage, sent.message_id, options)
+        self.report_sent("orders", None, name, stage, sent.message_id, options)
         return sent.message_id
 
     async def tick(self, name: str, stages: dict[str, str], **options: Any) -> None:
@@ -151,9 +151,9 @@ class Old:
         body = Tick(name=name, actions=actions)
         sent = await self.service.publish("prices", body, **options)
         for group, stage in stages.items():
-            self.say_sent("prices", group, name, stage, sent.message_id, options)
+            self.report_sent("prices", group, name, stage, sent.message_id, options)
 
-    def say_sent(
+    def report_sent(
         self,
         channel: str,
         group: str | None,
@@ -162,27 +162,27 @@ class Old:
         id: str,
         options: dict[str, Any],
     ) -> None:
-        said = {k: v for k, v in options.items() if k in ("key", "priority", "headers")}
-        said |= {"channel": channel, "group": group, "name": name, "stage": stage, "id": id}
-        say("sent", said)
+        recorded = {k: v for k, v in options.items() if k in ("key", "priority", "headers")}
+        recorded |= {"channel": channel, "group": group, "name": name, "stage": stage, "id": id}
+        report("sent", recorded)
 
     async def wait_for_letters(self, **counts: int) -> None:
         async with asyncio.timeout(60):
             for channel, count in counts.items():
                 while len(await self.service.dead_letters(channel).list()) < count:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)  # on RabbitMQ no event tells of them all
+                    await asyncio.sleep(0.1)  # for some dead letters RabbitMQ emits no event
 
-    async def say_letters(self) -> None:
+    async def report_letters(self) -> None:
         for channel in ("orders", "prices"):
             for letter in await self.service.dead_letters(channel).list():
                 facts = dataclasses.asdict(letter)
                 facts["body"] = letter.body.decode()
                 facts["headers"] = dict(letter.headers)
-                say("letter", {"queue": channel, **facts})
+                report("letter", {"queue": channel, **facts})
 
 
 async def work(settings: Settings) -> None:
-    """Leave dead letters of every reason, and messages that were handled."""
+    """Leave handled messages, and dead letters with every reason."""
     sender = Old(settings)
     sender.service.declare(Channel("prices", broadcast=True))
     async with sender.service:
@@ -204,12 +204,12 @@ async def work(settings: Settings) -> None:
         await worker.tick("tick-handled", {"mail": "handled", "sms": "handled"})
         await worker.tick("tick-rejected", {"mail": "handled", "sms": "dead"})
         await worker.wait_for_letters(orders=5, prices=1)
-        worker.mended = True
+        worker.fixed = True
         assert await worker.service.dead_letters("orders").replay([replayed]) == 1
         await worker.until(lambda: "done replayed" in worker.done)
         await worker.until(lambda: worker.done.count("done tick-handled/sms") == 1)
         await worker.until(lambda: worker.done.count("done tick-rejected/mail") == 1)
-        await worker.say_letters()
+        await worker.report_letters()
 
 
 async def send_to_options(sender: Old) -> None:
@@ -220,13 +220,13 @@ async def send_to_options(sender: Old) -> None:
         channel: Channel[Any] = Channel(name, dict, **options)
         for number in (1, 2):
             sent = await sender.service.send(channel, {"name": f"{name}-{number}"})
-            sender.say_sent(name, None, f"{name}-{number}", "waiting", sent.message_id, {})
+            sender.report_sent(name, None, f"{name}-{number}", "waiting", sent.message_id, {})
 
 
 async def send_bytes(sender: Old, name: str, body: bytes) -> None:
     sent = await sender.service.send("blobs", body)
-    said = {"channel": "blobs", "group": None, "name": name, "stage": "waiting"}
-    say("sent", {**said, "id": sent.message_id, "base64": base64.b64encode(body).decode()})
+    recorded = {"channel": "blobs", "group": None, "name": name, "stage": "waiting"}
+    report("sent", {**recorded, "id": sent.message_id, "base64": base64.b64encode(body).decode()})
 
 
 async def hold(settings: Settings) -> None:
@@ -240,14 +240,14 @@ async def hold(settings: Settings) -> None:
     async with service:
         await old.order("held-1", "held", "hold", key="k1")
         await old.until(lambda: "hold held-1" in old.done)
-        # Settled behind one that is not: on Kafka the commit alone does not tell these.
+        # Settled behind an unsettled message: on Kafka, the committed offset does not cover them.
         for number in (1, 2, 3):
             await old.order(f"overtaking-{number}", "handled", key="k1")
         await old.until(lambda: "done overtaking-3" in old.done)
         await old.tick("tick-held", {"mail": "held", "sms": "handled"}, key="k1")
         await old.until(lambda: "hold tick-held/mail" in old.done)
         await old.until(lambda: "done tick-held/sms" in old.done)
-        await asyncio.sleep(1.5)  # acks and commits are on their way
+        await asyncio.sleep(1.5)  # wait until the broker has processed acks and commits
         await old.order("retried", "retried", "retry", headers={"tenant": "acme"})
         await old.until(lambda: len(retried) == 1)
         await old.tick("tick-retried", {"mail": "waiting", "sms": "retried"})
@@ -258,12 +258,13 @@ async def hold(settings: Settings) -> None:
         await old.tick("tick-held-too", {"mail": "waiting", "sms": "held"})
         await old.until(lambda: "hold tick-held-too/sms" in old.done)
         for number in range(1, 9):
-            key = ("k1", "k3")[number % 2]  # of different partitions on Kafka
+            key = ("k1", "k3")[number % 2]  # on Kafka, these keys are in different partitions
             options: dict[str, Any] = {"key": key, "headers": {"n": str(number)}}
             if priorities and number % 3:
                 options["priority"] = {1: 1, 2: 9}[number % 3]
             await old.order(f"waiting-{number}", "waiting", **options)
-        if settings.replicas == 1:  # RabbitMQ refuses so long an expiration; quorum sets one
+        # On quorum queues the TTL is also an `expiration`, and RabbitMQ rejects such a long one.
+        if settings.replicas == 1:
             await old.order("lasting", "waiting", ttl=FAR)
         await old.order("short-lived", "expired", ttl=30.0)
         for number in (1, 2):
@@ -272,14 +273,14 @@ async def hold(settings: Settings) -> None:
         await old.order("far", "far", delay=FAR, headers={"tenant": "acme"})
         await old.order("soon", "delayed", delay=SOON, key="k1", headers={"tenant": "acme"})
         await old.tick("tick-soon", {"mail": "delayed", "sms": "delayed"}, delay=SOON)
-        say("ready")
+        report("ready")
         await asyncio.to_thread(sys.stdin.read)
         await service.shutdown(timeout=0)
 
 
 def main(phase: str, options: dict[str, Any]) -> None:
     segment_bytes = options.pop("segment_bytes", None)
-    if segment_bytes is not None:  # so that a small directory has several segments
+    if segment_bytes is not None:  # to get several segments from a few messages
         import importlib
 
         storage: Any = importlib.import_module("qkit.native.storage")

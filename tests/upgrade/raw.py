@@ -1,4 +1,4 @@
-"""Raw broker state as lines of JSON: text where bytes are text, base64 elsewhere."""
+"""Raw broker state as lines of JSON; bytes are stored as text if possible, otherwise as base64."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["DATA", "PREFIX", "as_bytes", "as_text", "read", "write"]
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "upgrade"
 
-#: Stands before every name in the data; a test puts a prefix of its own in its place.
+#: Prefix of every name in the data; each test replaces it with a unique prefix.
 PREFIX = "upgrade-prefix."
 
 
 def as_text(value: bytes) -> Any:
-    """Bytes as JSON holds them.
+    """Return bytes as a JSON value: text if they are UTF-8, otherwise base64.
 
     >>> as_text(b"{}"), as_text(b"\\xff")
     ('{}', {'base64': '/w=='})
@@ -25,12 +25,12 @@ def as_text(value: bytes) -> Any:
     try:
         return value.decode()
     except UnicodeDecodeError:
-        assert PREFIX.encode() not in value, "the prefix inside binary data cannot be replaced"
+        assert PREFIX.encode() not in value, "cannot replace the prefix inside binary data"
         return {"base64": base64.b64encode(value).decode()}
 
 
 def as_bytes(value: Any) -> bytes:
-    """The reverse of ``as_text``.
+    """Return the bytes that ``as_text`` has converted.
 
     >>> as_bytes(as_text(b"\\xff"))
     b'\\xff'
@@ -39,10 +39,10 @@ def as_bytes(value: Any) -> bytes:
 
 
 def write(path: Path, commands: Iterable[Any]) -> None:
-    """One command in each line."""
+    """Write one command per line."""
     path.write_text("".join(json.dumps(command) + "\n" for command in commands))
 
 
 def read(path: Path, prefix: str) -> list[Any]:
-    """The commands, with ``prefix`` in the place of the one in the data."""
+    """Return the commands, in which ``prefix`` replaces ``PREFIX``."""
     return [json.loads(line) for line in path.read_text().replace(PREFIX, prefix).splitlines()]

@@ -1,8 +1,8 @@
-"""What qkit left on Kafka, as topics, records and group offsets. Uses aiokafka alone.
+"""Capture and replay of qkit's state on Kafka with plain aiokafka.
 
-Records keep their partitions, offsets, keys, headers and values. Their timestamps move with the
-clock: a record written 5 s before the capture is written as one of 5 s before the replay, or the
-broker's retention would delete it.
+The state consists of topics, records and the offsets of groups. Records keep their partitions,
+offsets, keys, headers and values. Timestamps are shifted: a record written 5 s before the capture
+gets a timestamp 5 s before the replay. Otherwise the broker's retention would delete it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.upgrade.raw import as_bytes, as_text
 
 __all__ = ["capture", "remove", "replay"]
 
-SET_FOR_THE_TOPIC = 1  # a source of a topic's configuration
+SET_FOR_THE_TOPIC = 1  # `config_source` of a value that was set for the topic
 
 
 @asynccontextmanager
@@ -37,7 +37,7 @@ async def _admin(brokers: str) -> AsyncIterator[Any]:
 
 
 async def capture(brokers: str, prefix: str) -> list[Any]:
-    """Every topic with its records, and the offsets that groups have committed."""
+    """Return the topics with the prefix, their records, and the committed offsets of all groups."""
     found: list[Any] = []
     async with _admin(brokers) as admin:
         names = sorted(name for name in await admin.list_topics() if name.startswith(prefix))
@@ -100,7 +100,7 @@ async def _records(brokers: str, topic: str, partitions: int, now: int) -> list[
 
 
 async def replay(brokers: str, commands: list[Any]) -> None:
-    """Create the topics, write the records, commit the offsets."""
+    """Create the topics, write the records and commit the offsets."""
     async with _admin(brokers) as admin:
         topics = [
             NewTopic(each["topic"], each["partitions"], 1, topic_configs=each["config"])
@@ -152,7 +152,7 @@ async def _write(brokers: str, records: list[Any]) -> None:
 
 
 async def remove(brokers: str, prefix: str) -> None:
-    """Delete the topics of the test."""
+    """Delete the topics with the prefix."""
     async with _admin(brokers) as admin:
         names = [name for name in await admin.list_topics() if name.startswith(prefix)]
         if names:

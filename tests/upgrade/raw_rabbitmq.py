@@ -1,10 +1,10 @@
-"""What qkit left on RabbitMQ, as AMQP commands. Uses aiormq alone.
+"""Capture and replay of qkit's state on RabbitMQ, as AMQP commands, with plain aiormq.
 
-A declaration is the command that the old version sent. A message is published as it lay in its
-queue: to the queue itself, or with its old routing key to the level of the delay cascade where it
-was waiting, so its delay begins anew there. One that was unacknowledged is published, fetched and
-not acknowledged: the broker then marks it redelivered, and a quorum queue counts the delivery,
-which no published property could say.
+Declarations are those that the old version sent. A message is published to the queue in which it
+was found. A delayed message is published with its old routing key to its level of the delay
+cascade, where its delay starts again. An unacknowledged message is published, and fetched without
+an ack, so that the broker marks it as redelivered and a quorum queue counts the delivery; no
+property of a published message has that effect.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BROKERS_OWN = ("x-delivery-count",)
 
 
 async def capture(url: str, declarations: list[list[Any]], held: int) -> list[Any]:
-    """The declarations, then every message in their queues; ``held`` of them unacknowledged."""
+    """Return the declarations and all messages, of which ``held`` must be unacknowledged."""
     unique: list[Any] = []
     for declaration in declarations:
         if declaration not in unique:
@@ -35,19 +35,19 @@ async def capture(url: str, declarations: list[list[Any]], held: int) -> list[An
     queues = [arguments[0] for name, arguments, _ in unique if name == "queue_declare"]
     connection = await aiormq.connect(url)
     try:
-        # What waits in the cascade moves on, so it is fetched first and kept until the end.
+        # Fetch delayed messages first, and do not ack them: otherwise they move to the next level.
         channel = await connection.channel()
         found: list[dict[str, Any]] = []
         for queue in queues:
             if queue.startswith(CASCADE):
                 found += await _messages(channel, queue)
-        await asyncio.sleep(1)  # the broker notices that the worker is dead
+        await asyncio.sleep(1)  # until the broker notices that the worker was killed
         for queue in queues:
             if not queue.startswith(CASCADE):
                 found += await _messages(channel, queue)
     finally:
         await connection.close()
-    # Dead letters were fetched as well, when they were listed.
+    # Dead letters are also marked as redelivered, because listing them fetched them.
     again = [m for m in found if m["redelivered"] and not m["routing_key"].endswith(".dlq")]
     assert len(again) == held, again
     return [*({"declare": each} for each in unique), *({"publish": each} for each in found)]
@@ -66,8 +66,8 @@ async def _messages(channel: Any, queue: str) -> list[dict[str, Any]]:
         headers = facts.get("headers", {})
         for name in BROKERS_OWN:
             headers.pop(name, None)
-        # A message with this header would be dropped in the cascade, as going in a circle.
-        assert not waits or "x-death" not in headers, "captured too late: it has moved on"
+        # With this header, the cascade would drop the replayed message as a cycle.
+        assert not waits or "x-death" not in headers, "captured too late: at the second level"
         found.append(
             {
                 "exchange": queue if waits else "",
@@ -109,7 +109,7 @@ def _from_json(value: Any) -> Any:
 
 
 async def replay(url: str, commands: Iterable[Any]) -> None:
-    """Declare and publish all of it; what was unacknowledged comes first, and is so again."""
+    """Run the declarations and publish the messages; fetch the unacknowledged ones first."""
     declarations = [command["declare"] for command in commands if "declare" in command]
     messages = [command["publish"] for command in commands if "publish" in command]
     connection = await aiormq.connect(url)
@@ -144,7 +144,7 @@ async def _publish(channel: Any, message: dict[str, Any]) -> None:
 
 
 async def remove(url: str, commands: Iterable[Any], prefix: str) -> None:
-    """Delete the queues and exchanges of the test; the delay cascade is everybody's."""
+    """Delete the queues and exchanges with the prefix, but not the shared delay cascade."""
     connection = await aiormq.connect(url)
     try:
         for command in commands:

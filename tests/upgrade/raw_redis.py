@@ -1,4 +1,4 @@
-"""What qkit left in Redis, as the commands that write the same keys. Uses redis-py alone."""
+"""Capture and replay of qkit's state on Redis, as commands, with plain redis-py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _client(url: str) -> Any:
 
 
 async def capture(url: str) -> list[list[Any]]:
-    """Commands for every key of an otherwise empty server."""
+    """Return a command for each key of the server, which must contain nothing else."""
     async with _client(url) as client:
         commands = [await _command(client, key) for key in sorted(await client.keys())]
     return [[part if isinstance(part, str) else as_text(part) for part in c] for c in commands]
@@ -36,18 +36,18 @@ async def _command(client: Any, key: bytes) -> list[str | bytes]:
             members = await client.zrange(key, 0, -1, withscores=True)
             return ["ZADD", key, *(p for member, score in members for p in (repr(score), member))]
         case _:
-            raise AssertionError(f"{key!r} is a {kind}")
+            raise AssertionError(f"{key!r} has an unexpected type: {kind}")
 
 
 async def replay(url: str, commands: list[list[Any]]) -> None:
-    """Write the keys; each command adds to what other tests have there."""
+    """Run the commands, which add to the keys of other tests without overwriting them."""
     async with _client(url) as client:
         for command in commands:
             await client.execute_command(*map(as_bytes, command))
 
 
 async def remove(url: str, prefix: str) -> None:
-    """Delete every key of the test."""
+    """Delete every key with the prefix, and the names in the set of queues."""
     async with _client(url) as client:
         keys = [key async for key in client.scan_iter(match=f"*{prefix}*")]
         if keys:

@@ -1,7 +1,7 @@
-"""Let the current version take over what an old one left behind, and compare.
+"""Checks that the current version takes over the state of an old one.
 
-The expectations were written down by the old version as it sent each message and listed its dead
-letters. Only the public API is used here, so that this survives any change inside.
+The old version recorded each message that it sent and each dead letter that it listed. The checks
+use only the public API, so that internal changes do not affect them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tests.upgrade.raw import DATA, PREFIX
 
 __all__ = ["Expected", "Takeover", "consume_two", "unique_prefix"]
 
-#: Stages of messages that have to arrive; the others were handled, are dead or not yet due.
+#: Stages of messages that must arrive; all others are handled, dead, expired or not yet due.
 ARRIVING = ("waiting", "delayed", "held", "retried")
-GRACE = 1.0  # seconds in which a message that must not come would come
+GRACE = 1.0  # seconds to wait for unexpected messages
 
 
 def unique_prefix() -> str:
-    """A prefix for the names of one test, on servers that others use as well."""
+    """Return a new prefix for the names of one test, because tests share servers."""
     return f"upgrade-{uuid.uuid4().hex[:10]}."
 
 
 class Expected:
-    """What is in a state, as the old version wrote it down."""
+    """Expected contents of a state, as the old version recorded them."""
 
     def __init__(self, name: str) -> None:
         found = json.loads((DATA / f"{name}.expected.json").read_text())
@@ -43,7 +43,7 @@ class Expected:
         self.order: str = found["order"]
 
     def of(self, *stages: str, channels: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-        """The messages in one of these stages."""
+        """Return the messages in one of the stages, of all channels or only those given."""
         return [
             message
             for message in self.messages
@@ -52,18 +52,18 @@ class Expected:
 
     @property
     def options(self) -> list[str]:
-        """The channels that were declared with an option."""
+        """Names of the channels that were declared with an option."""
         names = {message["channel"] for message in self.messages}
         return sorted(name for name in names if name.startswith("option-"))
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """The others."""
+        """Names of the channels that were declared without an option."""
         names = {message["channel"] for message in self.messages}
         return tuple(sorted(names - set(self.options)))
 
     def attempt(self, message: Mapping[str, Any]) -> int:
-        """The attempt of the first delivery by the current version."""
+        """Return the attempt number of the first delivery by the current version."""
         return {"held": self.held_attempt, "retried": 2}.get(message["stage"], 1)
 
 
@@ -75,7 +75,7 @@ def place(message: Mapping[str, Any]) -> Place:
 
 
 class Takeover:
-    """A service of the current version whose handlers accept everything, and what they got."""
+    """Service of the current version that handles every message and records it."""
 
     def __init__(self, settings: Settings, expected: Expected) -> None:
         self.expected = expected
@@ -96,7 +96,7 @@ class Takeover:
         self._times.setdefault(key, time.time())
 
     def handled_at(self, message: Mapping[str, Any]) -> float:
-        """When a message was first handled."""
+        """Return the time at which a message was first handled."""
         return self._times[place(message)]
 
     def _handler(self, channel: str) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ class Takeover:
         return handle
 
     async def run(self) -> None:
-        """Everything arrives once and as it was; dead letters are listed, replayed and handled."""
+        """Check that each message arrives once, unchanged, and that dead letters are replayed."""
         async with self.service:
             expected = self.expected
             arriving = {
@@ -134,14 +134,18 @@ class Takeover:
                 self._check(message, self._first(key))
             self._check_order()
             await asyncio.sleep(GRACE)
-            assert self.places == Counter(arriving.keys()), "one came twice, or should not come"
+            assert self.places == Counter(arriving.keys()), (
+                "a message was unexpected, or arrived twice"
+            )
             await self._check_letters()
             await self._replay()
             await asyncio.sleep(GRACE)
             dead = {place(message) for message in expected.of("dead", "expired")}
             assert self.places == Counter(arriving.keys() | dead)
             far = expected.of("far")
-            assert await self.service.purge("orders") == len(far) == 1, "the far one was lost"
+            assert await self.service.purge("orders") == len(far) == 1, (
+                "the message with the long delay was lost"
+            )
 
     @property
     def places(self) -> Counter[Place]:
@@ -162,7 +166,7 @@ class Takeover:
             assert json.loads(message.body)["name"] == sent["name"], sent
 
     def _check_order(self) -> None:
-        """First in, first out within a priority, or where the backend has none, within a key."""
+        """Check the order that the backend guarantees: by priority, by key, or as sent."""
         waiting = [
             message
             for message in self.expected.of("waiting", channels=("orders",))
@@ -192,7 +196,7 @@ class Takeover:
         return message["id"] in {letter.message_id for letter in letters}
 
     async def _check_letters(self) -> None:
-        """Each dead letter says what it said to the old version."""
+        """Check that the dead letters are those that the old version listed."""
         new = {message["id"] for message in self.expected.of("expired")}
         for queue in ("orders", "prices"):
             listed = await self.service.dead_letters(queue).list()
@@ -210,7 +214,7 @@ class Takeover:
         }
 
     async def _replay(self) -> None:
-        """Replayed dead letters are handled as first attempts, and gone from the list."""
+        """Check that replayed dead letters are handled as first attempts and removed."""
         dead = {place(message): message for message in self.expected.of("dead", "expired")}
         for queue in ("orders", "prices"):
             letters = self.service.dead_letters(queue)
@@ -230,9 +234,9 @@ def _facts(letter: DeadLetter) -> dict[str, Any]:
 
 
 async def consume_two(settings: Settings, expected: Expected, channel: str) -> None:
-    """A consumer without the channel's old options gets its two messages and a new one.
+    """Check that a channel with old options can be used by services that do not set the options.
 
-    The new one is sent before it starts, by a sender that does not know the options either.
+    A sender adds a message; then a consumer must receive it and the two old ones, each once.
     """
     sender = QueueService(settings)
     async with sender:

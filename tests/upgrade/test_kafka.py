@@ -1,4 +1,4 @@
-"""The Kafka topics of qkit d324538 under the current version."""
+"""Tests that the current version can use the Kafka topics of qkit d324538."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OLD_SETTINGS: dict[str, Any] = {"partitions": 2, "retry": {"initial_delay": 0.05
 
 @pytest_asyncio.fixture
 async def prefix(kafka_url: str) -> AsyncIterator[str]:
-    """Of the names under which the state was replayed."""
+    """Prefix of all names in the replayed state."""
     prefix = unique_prefix()
     try:
         await raw_kafka.replay(kafka_url, read(DATA / "kafka.jsonl", prefix))
@@ -33,10 +33,14 @@ def settings(url: str, prefix: str, **values: Any) -> Settings:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [{}, OLD_SETTINGS], ids=["default", "as-before"])
-async def test_everything_arrives(kafka_url: str, prefix: str, values: dict[str, Any]) -> None:
+async def test_every_message_of_the_old_version_arrives(
+    kafka_url: str, prefix: str, values: dict[str, Any]
+) -> None:
     await Takeover(settings(kafka_url, prefix, **values), Expected("kafka")).run()
 
 
 @pytest.mark.parametrize("channel", Expected("kafka").options)
-async def test_a_channel_that_had_options(kafka_url: str, prefix: str, channel: str) -> None:
+async def test_a_channel_with_old_options_can_be_consumed(
+    kafka_url: str, prefix: str, channel: str
+) -> None:
     await consume_two(settings(kafka_url, prefix), Expected("kafka"), channel)

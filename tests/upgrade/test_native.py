@@ -1,4 +1,4 @@
-"""A native directory of qkit d324538 under the current version."""
+"""Tests that the current version can use a native directory of qkit d324538."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OLD_SETTINGS: dict[str, Any] = {"retry": {"initial_delay": 0.05, "jitter": 0}}
 
 @pytest.fixture
 def directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A copy of the directory, with the modes that git does not keep."""
+    """Copy of the old directory, with the original file modes, which git does not store."""
     path = tmp_path / "data"
     shutil.copytree(DATA / request.getfixturevalue("state"), path)
     for each in [path, *path.rglob("*")]:
@@ -34,16 +34,20 @@ def settings(directory: Path, **values: Any) -> Settings:
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("values", [{}, OLD_SETTINGS], ids=["default", "as-before"])
-async def test_everything_arrives(state: str, directory: Path, values: dict[str, Any]) -> None:
+async def test_every_message_of_the_old_version_arrives(
+    state: str, directory: Path, values: dict[str, Any]
+) -> None:
     await Takeover(settings(directory, **values), Expected(state)).run()
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_the_engine_alone_shows_everything(state: str, directory: Path) -> None:
+async def test_the_engine_without_a_service_contains_all_messages(
+    state: str, directory: Path
+) -> None:
     expected = Expected(state)
     async with await Engine.open(directory) as engine:
         for channel in expected.channels:
-            if channel == "loaded":  # what is in the inbox comes within a second
+            if channel == "loaded":  # bulk files are imported up to a second later
                 continue
             waiting = [m["id"] for m in expected.of(*ARRIVING, "far", channels=(channel,))]
             peeked = [envelope.id for envelope in await engine.peek(PREFIX + channel, 100)]
@@ -55,7 +59,7 @@ async def test_the_engine_alone_shows_everything(state: str, directory: Path) ->
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_an_unpublished_bulk_file_is_left_alone(state: str, directory: Path) -> None:
+async def test_an_uncommitted_bulk_file_is_not_imported(state: str, directory: Path) -> None:
     unpublished = directory / "inbox" / ".unfinished" / "00000000.seg"
     before = unpublished.read_bytes()
     async with await Engine.open(directory) as engine:
@@ -66,5 +70,7 @@ async def test_an_unpublished_bulk_file_is_left_alone(state: str, directory: Pat
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("channel", Expected("native-killed").options)
-async def test_a_channel_that_had_options(state: str, directory: Path, channel: str) -> None:
+async def test_a_channel_with_old_options_can_be_consumed(
+    state: str, directory: Path, channel: str
+) -> None:
     await consume_two(settings(directory), Expected(state), channel)

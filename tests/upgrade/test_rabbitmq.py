@@ -1,4 +1,4 @@
-"""The RabbitMQ queues of qkit d324538 under the current version."""
+"""Tests that the current version can use the RabbitMQ queues of qkit d324538."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD_SETTINGS: dict[str, Any] = {"retry": {"initial_delay": 0.05, "jitter": 0}}
 
 @pytest_asyncio.fixture
 async def prefix(rabbitmq_url: str, state: str) -> AsyncIterator[str]:
-    """Of the names under which the state was replayed; the delay cascade has its own."""
+    """Prefix of all names in the replayed state, except those of the delay cascade."""
     prefix = unique_prefix()
     commands = read(DATA / f"{state}.jsonl", prefix)
     try:
@@ -38,7 +38,7 @@ def settings(url: str, prefix: str, state: str, **values: Any) -> Settings:
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("values", [{}, OLD_SETTINGS], ids=["default", "as-before"])
-async def test_everything_arrives(
+async def test_every_message_of_the_old_version_arrives(
     rabbitmq_url: str, prefix: str, state: str, values: dict[str, Any]
 ) -> None:
     await Takeover(settings(rabbitmq_url, prefix, state, **values), Expected(state)).run()
@@ -48,7 +48,7 @@ async def test_everything_arrives(
     ("state", "channel"),
     [(state, channel) for state in STATES for channel in Expected(state).options],
 )
-async def test_a_channel_that_had_options(
+async def test_a_channel_with_old_options_can_be_consumed(
     rabbitmq_url: str, prefix: str, state: str, channel: str
 ) -> None:
     await consume_two(settings(rabbitmq_url, prefix, state), Expected(state), channel)

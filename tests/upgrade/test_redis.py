@@ -1,4 +1,4 @@
-"""The Redis keys of qkit d324538 under the current version."""
+"""Tests that the current version can use the Redis keys of qkit d324538."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OLD_SETTINGS: dict[str, Any] = {"retry": {"initial_delay": 0.05, "jitter": 0}}
 
 @pytest_asyncio.fixture
 async def prefix(redis_url: str) -> AsyncIterator[str]:
-    """Of the names under which the state was replayed."""
+    """Prefix of all names in the replayed state."""
     prefix = unique_prefix()
     try:
         await raw_redis.replay(redis_url, read(DATA / "redis.jsonl", prefix))
@@ -39,12 +39,14 @@ def settings(url: str, prefix: str, **values: Any) -> Settings:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [{}, OLD_SETTINGS], ids=["default", "as-before"])
-async def test_everything_arrives(redis_url: str, prefix: str, values: dict[str, Any]) -> None:
+async def test_every_message_of_the_old_version_arrives(
+    redis_url: str, prefix: str, values: dict[str, Any]
+) -> None:
     await Takeover(settings(redis_url, prefix, **values), Expected("redis")).run()
 
 
 @pytest.mark.slow
-async def test_a_lease_of_the_old_version_is_kept_until_it_ends(
+async def test_a_lease_of_the_old_version_is_kept_until_it_expires(
     redis_url: str, prefix: str
 ) -> None:
     expected = Expected("redis")
@@ -63,17 +65,19 @@ async def test_a_lease_of_the_old_version_is_kept_until_it_ends(
 
 
 @pytest.mark.parametrize("channel", Expected("redis").options)
-async def test_a_channel_that_had_options(redis_url: str, prefix: str, channel: str) -> None:
+async def test_a_channel_with_old_options_can_be_consumed(
+    redis_url: str, prefix: str, channel: str
+) -> None:
     await consume_two(settings(redis_url, prefix), Expected("redis"), channel)
 
 
 @pytest.mark.parametrize(
     ("max_attempts", "handled", "attempts"), [(3, [], 3), (5, [4, 4], None)], ids=["spent", "more"]
 )
-async def test_a_frame_with_the_mark_of_a_last_delivery(
+async def test_a_frame_marked_as_the_last_delivery_is_handled_or_dead_lettered(
     redis_url: str, prefix: str, max_attempts: int, handled: list[int], attempts: int | None
 ) -> None:
-    """The old version marked a frame with ``!`` when the lease of the last delivery expired."""
+    """The old version marked a frame with ``!`` if the lease of its last delivery had expired."""
     queue, ready = f"{prefix}marked", f"{{{prefix}marked}}:p5"
     client: Any = redis.asyncio.Redis.from_url(redis_url)
     async with client:
@@ -111,7 +115,9 @@ async def _is_empty(service: QueueService, channel: str) -> bool:
     return (stats.depth, stats.in_flight) == (0, 0)
 
 
-async def test_a_marked_frame_whose_lease_expires_is_counted(redis_url: str, prefix: str) -> None:
+async def test_an_expired_lease_of_a_marked_frame_counts_an_attempt(
+    redis_url: str, prefix: str
+) -> None:
     queue = f"{prefix}marked"
     client: Any = redis.asyncio.Redis.from_url(redis_url)
     backend = RedisListBackend(redis_url)

@@ -1,4 +1,4 @@
-"""A running service and a client of its pages."""
+"""Fixtures of the web tests: a running service, and a client of its web app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may do what: every route and method, without token, from foreign hosts and origins."""
+"""Access control of every route and method: tokens, hosts and origins."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from qkit import ConfigError, QueueService
 from qkit.web import create_app
 from qkit.web.access_control import SECURITY_HEADERS, AccessControl
-from tests.support.web import AUTHORIZED, TOKEN, buried, client_of, make_shop
+from tests.support.web import AUTHORIZED, TOKEN, client_of, make_shop, wait_for_dead_letters
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "WHATEVER")
 
 
 def paths() -> Iterator[str]:
-    """Every path that the app has, and one that it has not."""
+    """Yield every path of the app, and one unknown path."""
     for route in create_app(make_shop()).routes:
         yield route.path.replace("{name}", "orders")  # type: ignore[attr-defined]  # all are Routes
     yield "/nowhere"
@@ -44,19 +44,19 @@ ROUTES = sorted(set(paths()))
     ids=[
         "no token",
         "wrong token",
-        "no bearer",
+        "Basic scheme",
         "bare token",
         "foreign host",
         "foreign address",
-        "host that looks like ours",
+        "lookalike host",
         "no host",
         "foreign origin",
         "opaque origin",
         "cross-site",
     ],
 )
-async def test_every_change_is_refused(headers: dict[str, str]) -> None:
-    service = make_shop()  # not even started: nothing may reach it
+async def test_every_unauthorized_change_is_rejected(headers: dict[str, str]) -> None:
+    service = make_shop()  # not started, because no request may reach it
     async with client_of(service) as client:
         for method, path in itertools.product(CHANGES, ROUTES):
             answer = await client.request(method, path, headers=headers, json={"body": 1})
@@ -64,9 +64,9 @@ async def test_every_change_is_refused(headers: dict[str, str]) -> None:
             assert ("WWW-Authenticate" in answer.headers) is (answer.status_code == 401)
 
 
-async def test_a_refused_change_changes_nothing(service: QueueService) -> None:
+async def test_a_rejected_change_has_no_effect(service: QueueService) -> None:
     await service.send("orders", -1)
-    await buried(service, "orders", 1)
+    await wait_for_dead_letters(service, "orders", 1)
     path = "/api/queues/orders/dead-letters"
     async with client_of(service) as client:
         await client.delete(path, params={"all": "true"})
@@ -78,7 +78,7 @@ async def test_a_refused_change_changes_nothing(service: QueueService) -> None:
     assert service.metrics().messages_sent == 1
 
 
-async def test_without_a_token_nothing_can_be_changed_and_the_answer_says_why(
+async def test_without_a_token_changes_are_rejected_with_a_reason(
     service: QueueService,
 ) -> None:
     async with client_of(service, token=None) as client:
@@ -92,34 +92,34 @@ async def test_without_a_token_nothing_can_be_changed_and_the_answer_says_why(
 @pytest.mark.parametrize(
     "host", ["localhost", "localhost:9", "127.0.0.1:8710", "[::1]:8710", "qkit.localhost"]
 )
-async def test_loopback_is_known_by_its_names(client: httpx.AsyncClient, host: str) -> None:
+async def test_loopback_hosts_are_allowed(client: httpx.AsyncClient, host: str) -> None:
     answer = await client.get("/api/overview", headers={"Host": host, "Origin": f"http://{host}"})
     assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "10.1.2.3", "localhost.evil.example", "[", "a b"])
-async def test_a_foreign_host_may_not_even_look(client: httpx.AsyncClient, host: str) -> None:
+async def test_a_foreign_host_may_only_call_the_probes(
+    client: httpx.AsyncClient, host: str
+) -> None:
     for path in ("/", "/api/overview", "/metrics", "/health", "/api/events"):
         assert (await client.get(path, headers={"Host": host})).status_code == 421
-    for path in ("/livez", "/readyz"):  # a kubelet calls by an address, and learns nothing
+    for path in ("/livez", "/readyz"):  # a kubelet calls the probes by IP address
         assert (await client.get(path, headers={"Host": host})).status_code == 200
 
 
-async def test_hosts_can_be_named_and_the_own_address_is_known(service: QueueService) -> None:
+async def test_configured_hosts_and_the_local_address_are_allowed(service: QueueService) -> None:
     async with client_of(service, hosts=("Queues.Example",)) as client:
         answer = await client.get("/api/overview", headers={"Host": "queues.example:443"})
         assert answer.status_code == 200
     async with client_of(service, hosts=("*",)) as client:
         assert (await client.get("/", headers={"Host": "any.example"})).status_code == 200
-    # httpx tells the app the host of the URL as the address that the connection came in at.
+    # httpx passes the host of the URL as the local address of the connection.
     async with client_of(service, base_url="http://10.1.2.3:8710") as client:
         assert (await client.get("/metrics")).status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["http://[x", "http://[::1", "[", "//", "http://x]y"])
-async def test_an_origin_that_is_none_is_foreign_and_no_accident(
-    client: httpx.AsyncClient, origin: str
-) -> None:
+async def test_a_malformed_origin_is_rejected(client: httpx.AsyncClient, origin: str) -> None:
     for method in ("GET", "POST"):
         answer = await client.request(
             method, "/api/queues", headers={**AUTHORIZED, "Origin": origin}
@@ -128,36 +128,36 @@ async def test_an_origin_that_is_none_is_foreign_and_no_accident(
         assert answer.headers["X-Frame-Options"] == "DENY"
 
 
-async def test_a_refusal_that_fails_is_answered_as_any_failure(
+async def test_an_error_in_access_control_is_a_500_without_details(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object) -> None:
         raise RuntimeError("canary")
 
-    monkeypatch.setattr(AccessControl, "_refusal", broken)
+    monkeypatch.setattr(AccessControl, "_rejection", broken)
     answer = await client.get("/api/queues")
     assert answer.status_code == 500
     assert answer.headers["X-Frame-Options"] == "DENY"
     assert "canary" not in answer.text
 
 
-async def test_a_token_is_taken_without_the_blanks_around_it(service: QueueService) -> None:
+async def test_whitespace_around_the_token_is_ignored(service: QueueService) -> None:
     async with client_of(service, token=f" {TOKEN}\n") as client:
         answer = await client.post("/api/queues/orders/pause", headers=AUTHORIZED)
         assert answer.status_code == 200, answer.text
 
 
-async def test_an_address_of_version_6_may_be_named(service: QueueService) -> None:
+async def test_an_ipv6_address_can_be_an_allowed_host(service: QueueService) -> None:
     for host in ("2001:db8::7", "[2001:DB8::7]"):
         async with client_of(service, hosts=(host,)) as client:
             answer = await client.get("/api/queues", headers={"Host": "[2001:db8::7]:8710"})
             assert answer.status_code == 200, answer.text
 
 
-async def test_every_answer_carries_the_headers_that_protect_it(client: httpx.AsyncClient) -> None:
+async def test_every_response_has_the_security_headers(client: httpx.AsyncClient) -> None:
     for path in (*ROUTES, "/static/../app.py"):
         if path == "/api/events":
-            continue  # endless; see test_stream
+            continue  # an endless stream, covered by test_event_stream.py
         answer = await client.get(path)
         for name, value in SECURITY_HEADERS.items():
             assert answer.headers[name] == value, path
@@ -168,14 +168,14 @@ async def test_every_answer_carries_the_headers_that_protect_it(client: httpx.As
     assert "default-src 'none'" in policy
 
 
-async def test_what_goes_wrong_inside_is_logged_and_not_shown(
+async def test_an_internal_error_is_logged_and_not_shown(
     client: httpx.AsyncClient,
     service: QueueService,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def broken(*arguments: object) -> None:
-        raise RuntimeError("canary in the coal mine")
+        raise RuntimeError("canary")
 
     monkeypatch.setattr(service, "peek", broken)
     answer = await client.get("/api/queues/orders/messages")
@@ -186,21 +186,21 @@ async def test_what_goes_wrong_inside_is_logged_and_not_shown(
     assert "canary" in caplog.text
 
 
-async def test_a_websocket_is_closed(service: QueueService) -> None:
-    said: list[object] = []
+async def test_a_websocket_is_rejected(service: QueueService) -> None:
+    sent: list[object] = []
 
     async def send(message: object) -> None:
-        said.append(message)
+        sent.append(message)
 
     async def receive() -> dict[str, object]:
         return {"type": "websocket.connect"}
 
     scope = {"type": "websocket", "path": "/", "headers": [], "scheme": "ws"}
     await create_app(service)(scope, receive, send)
-    assert said == [{"type": "websocket.close", "code": 1008}]
+    assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_a_token_or_hosts_that_cannot_protect_are_refused() -> None:
+def test_an_invalid_token_or_host_is_rejected() -> None:
     with pytest.raises(ConfigError, match="empty"):
         create_app(make_shop(), token="  ")
     with pytest.raises(ConfigError, match="list of names"):
@@ -219,4 +219,4 @@ def test_a_token_or_hosts_that_cannot_protect_are_refused() -> None:
         with pytest.raises(ConfigError, match="without scheme"):
             create_app(make_shop(), hosts=[host])
     with pytest.raises(ConfigError, match="QueueService"):
-        create_app("orders")  # type: ignore[arg-type]  # the point
+        create_app("orders")  # type: ignore[arg-type]  # must be rejected

@@ -1,7 +1,8 @@
-"""The dashboard in a real Chromium against a live service."""
+"""Dashboard of a running service, in a real Chromium."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -10,14 +11,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 from qkit import BackendUnavailable, Channel, QueueService, Settings, consume
 from qkit.backend import QueueStats
 from qkit.web import serve
 from tests.support.browser import Watched, open_page
 from tests.support.faulty import FaultyBackend
-from tests.support.web import TOKEN, Orders, buried, eventually, make_shop
+from tests.support.web import TOKEN, Orders, make_shop, wait_for_dead_letters
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -25,14 +26,14 @@ expect.set_options(timeout=60_000)
 
 
 @asynccontextmanager
-async def shown(
-    service: QueueService, path: str = "", *, token: str | None = TOKEN, **look: int | bool
+async def open_dashboard(
+    service: QueueService, path: str = "", *, token: str | None = TOKEN, **options: int | bool
 ) -> AsyncIterator[Watched]:
-    """The page of a running service; it must have had nothing to complain about."""
+    """Open the dashboard of a service; fail on errors in the browser console."""
     async with serve(service, port=0, token=token) as address:
-        async with open_page(f"{address}{path}", **look) as watched:  # type: ignore[arg-type]
+        async with open_page(f"{address}{path}", **options) as watched:  # type: ignore[arg-type]
             yield watched
-        assert watched.complaints == []
+        assert watched.console_errors == []
 
 
 async def unlock(page: Page, token: str = TOKEN) -> None:
@@ -40,9 +41,9 @@ async def unlock(page: Page, token: str = TOKEN) -> None:
     await page.get_by_role("dialog").get_by_role("button", name="Unlock").click()
 
 
-async def test_it_shows_every_queue_and_how_the_service_is(service: QueueService) -> None:
+async def test_the_overview_shows_all_queues_and_the_health(service: QueueService) -> None:
     await service.send("archive", {"id": 1})
-    async with shown(service) as watched:
+    async with open_dashboard(service) as watched:
         page = watched.page
         await expect(page.locator("#service-state")).to_contain_text("ready")
         row = page.get_by_role("row", name="orders")
@@ -53,8 +54,8 @@ async def test_it_shows_every_queue_and_how_the_service_is(service: QueueService
         assert await page.title() == "qkit"
 
 
-async def test_figures_move_by_themselves(service: QueueService) -> None:
-    async with shown(service) as watched:
+async def test_figures_update_live(service: QueueService) -> None:
+    async with open_dashboard(service) as watched:
         row = watched.page.get_by_role("row", name="orders")
         await expect(row).to_be_visible()
         for number in (-1, -2):
@@ -67,7 +68,7 @@ async def test_figures_move_by_themselves(service: QueueService) -> None:
         await expect(line).to_have_attribute("d", re.compile("M.+L"))
 
 
-async def test_what_nobody_knows_is_a_dash_and_own_rates_are_called_so(
+async def test_unknown_figures_are_shown_as_a_dash_and_rates_of_this_service_are_labelled(
     service: QueueService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = service.stats
@@ -75,35 +76,36 @@ async def test_what_nobody_knows_is_a_dash_and_own_rates_are_called_so(
     async def without_totals(name: str) -> QueueStats:
         return replace(await real(name), published_total=None, acked_total=None)
 
-    async def gone(*arguments: object) -> None:
-        raise BackendUnavailable("gone fishing")
+    async def unavailable(*arguments: object) -> None:
+        raise BackendUnavailable("unreachable")
 
     monkeypatch.setattr(service, "stats", without_totals)
-    async with shown(service) as watched:
+    async with open_dashboard(service) as watched:
         page = watched.page
-        await expect(page.get_by_role("row", name="orders")).to_contain_text("by this process")
+        await expect(page.get_by_role("row", name="orders")).to_contain_text("this service only")
         tiles = page.locator(".tile")
         await expect(tiles.nth(0).locator("strong")).to_have_text("0")
-        await expect(tiles.nth(1)).to_contain_text("by this process")
-        await expect(tiles.nth(1).locator("strong")).to_have_text("–")  # it has sent nothing
-        monkeypatch.setattr(service, "stats", gone)
+        await expect(tiles.nth(1)).to_contain_text("this service only")
+        # This service has sent nothing.
+        await expect(tiles.nth(1).locator("strong")).to_have_text("–")
+        monkeypatch.setattr(service, "stats", unavailable)
         for number in range(4):
             await expect(tiles.nth(number).locator("strong")).to_have_text("–")
         monkeypatch.setattr(service, "stats", without_totals)
         await page.goto(f"{page.url.partition('#')[0]}#/queues/orders")
         await expect(page.get_by_role("heading", level=3).nth(1)).to_contain_text(
-            "Traffic per second, by this process"
+            "Messages/s, this service only"
         )
 
 
 @pytest.mark.proves("002-dlq-7")
-async def test_dead_letters_are_read_filtered_and_replayed_one_and_many(
+async def test_dead_letters_are_read_filtered_and_replayed(
     service: QueueService, orders: Orders
 ) -> None:
     for number in (-1, -2, -3):
         await service.send("orders", number)
-    await buried(service, "orders", 3)
-    async with shown(service, "#/queues/orders/dead-letters") as watched:
+    await wait_for_dead_letters(service, "orders", 3)
+    async with open_dashboard(service, "#/queues/orders/dead-letters") as watched:
         page = watched.page
         letters = page.locator(".item")
         await expect(letters).to_have_count(3)
@@ -112,11 +114,11 @@ async def test_dead_letters_are_read_filtered_and_replayed_one_and_many(
         await letters.first.locator("summary").click()
         await expect(letters.first).to_contain_text("Reject: negative total -2")
         await expect(letters.first.locator("pre")).to_have_text("-2")
-        orders.mended = True
+        orders.accept_all = True
         await page.get_by_role("button", name="Replay this one").click()
         await unlock(page)
-        await expect(page.locator(".toast")).to_contain_text("1 message sent to orders again")
-        await expect(page.locator(".empty", has_text="None match")).to_be_visible()
+        await expect(page.locator(".toast")).to_contain_text("1 dead letter replayed to orders")
+        await expect(page.locator(".empty", has_text="No match")).to_be_visible()
         await page.get_by_label("Error").fill("")
         await expect(letters).to_have_count(2)
         await letters.first.get_by_role("checkbox").check()
@@ -127,16 +129,42 @@ async def test_dead_letters_are_read_filtered_and_replayed_one_and_many(
     assert sorted(orders.handled) == [-3, -2, -1]
 
 
-async def test_purging_asks_first(service: QueueService) -> None:
+async def test_a_selection_made_during_a_reload_is_kept(service: QueueService) -> None:
     for number in (-1, -2):
         await service.send("orders", number)
-    await buried(service, "orders", 2)
-    async with shown(service, "#/queues/orders/dead-letters") as watched:
+    await wait_for_dead_letters(service, "orders", 2)
+    async with open_dashboard(service, "#/queues/orders/dead-letters") as watched:
+        page = watched.page
+        letters = page.locator(".item")
+        await expect(letters).to_have_count(2)
+        requested, respond = asyncio.Event(), asyncio.Event()
+
+        async def hold(route: Route) -> None:
+            requested.set()
+            await respond.wait()
+            await route.continue_()
+
+        await page.route("**/dead-letters?*", hold)
+        await page.get_by_label("Error").press("Enter")
+        await requested.wait()
+        await letters.first.get_by_role("checkbox").check()
+        await letters.first.evaluate("item => item.classList.add('replaced')")
+        respond.set()
+        await expect(page.locator(".item.replaced")).to_have_count(0)
+        await expect(letters.first.get_by_role("checkbox")).to_be_checked()
+        await expect(page.get_by_role("button", name="Replay 1 selected")).to_be_enabled()
+
+
+async def test_a_purge_asks_for_confirmation(service: QueueService) -> None:
+    for number in (-1, -2):
+        await service.send("orders", number)
+    await wait_for_dead_letters(service, "orders", 2)
+    async with open_dashboard(service, "#/queues/orders/dead-letters") as watched:
         page = watched.page
         await page.get_by_role("button", name="Purge all…").click()
         dialog = page.get_by_role("dialog")
         await expect(dialog).to_contain_text("all 2 dead letters")
-        await expect(dialog.get_by_role("button", name="Keep them")).to_be_focused()
+        await expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
         await page.keyboard.press("Escape")
         await expect(page.locator(".item")).to_have_count(2)
         assert len(await service.dead_letters("orders").list()) == 2
@@ -147,17 +175,19 @@ async def test_purging_asks_first(service: QueueService) -> None:
     assert await service.dead_letters("orders").list() == []
 
 
-async def test_what_fails_after_the_question_is_not_purged(service: QueueService) -> None:
+async def test_a_purge_keeps_messages_that_fail_after_the_confirmation_prompt(
+    service: QueueService,
+) -> None:
     for number in (-1, -2):
         await service.send("orders", number)
-    await buried(service, "orders", 2)
-    async with shown(service, "#/queues/orders/dead-letters") as watched:
+    await wait_for_dead_letters(service, "orders", 2)
+    async with open_dashboard(service, "#/queues/orders/dead-letters") as watched:
         page = watched.page
         await page.get_by_role("button", name="Purge all…").click()
         dialog = page.get_by_role("dialog")
         await expect(dialog).to_contain_text("all 2 dead letters")
         await service.send("orders", -3)
-        await buried(service, "orders", 3)
+        await wait_for_dead_letters(service, "orders", 3)
         await dialog.get_by_role("button", name="Purge").click()
         await unlock(page)
         await expect(page.locator(".toast")).to_contain_text("2 dead letters purged")
@@ -166,97 +196,88 @@ async def test_what_fails_after_the_question_is_not_purged(service: QueueService
     ]
 
 
-async def test_more_letters_than_the_page_holds_are_purged_up_to_the_question(
+async def test_a_purge_covers_more_dead_letters_than_the_page_lists(
     service: QueueService,
 ) -> None:
     await service.send_many("orders", [-1] * 101)
-    await eventually_buried(service, 101)
-    async with shown(service, "#/queues/orders/dead-letters") as watched:
+    await wait_for_dead_letters(service, "orders", 101)
+    async with open_dashboard(service, "#/queues/orders/dead-letters") as watched:
         page = watched.page
         await expect(page.get_by_text("Select the first 100 of 101")).to_be_visible()
         await page.get_by_role("button", name="Purge all…").click()
         dialog = page.get_by_role("dialog")
         await expect(dialog).to_contain_text("all 101 dead letters")
         await service.send("orders", -3)
-        await eventually_buried(service, 102)
+        await wait_for_dead_letters(service, "orders", 102)
         await dialog.get_by_role("button", name="Purge").click()
         await unlock(page)
         await expect(page.locator(".toast")).to_contain_text("101 dead letters purged")
     assert len(await service.dead_letters("orders").list()) == 1
 
 
-async def eventually_buried(service: QueueService, count: int) -> None:
-    async def are_there() -> bool:
-        return len(await service.dead_letters("orders").list(1_000)) == count
-
-    await eventually(are_there)
-
-
 async def test_a_queue_is_paused_and_resumed(service: QueueService) -> None:
-    async with shown(service, "#/queues/orders") as watched:
+    async with open_dashboard(service, "#/queues/orders") as watched:
         page = watched.page
         await page.get_by_role("button", name="Pause").click()
         await unlock(page)
         await expect(page.get_by_role("heading", level=1)).to_contain_text("paused")
-        await expect(page.locator(".toast")).to_contain_text("Other processes go on.")
+        await expect(page.locator(".toast")).to_contain_text("Other processes continue.")
         assert [item.state for item in service.health_check().consumers] == ["paused"]
         await service.send("orders", 41)
         await expect(page.locator(".item pre, .item .preview").first).to_have_text("41")
         await page.get_by_role("button", name="Resume").click()
         await expect(page.get_by_role("heading", level=1)).to_contain_text("consuming")
-        await expect(page.locator(".empty", has_text="Nothing waits")).to_be_visible()
+        await expect(page.locator(".empty", has_text="No messages")).to_be_visible()
 
 
-async def test_a_message_is_sent_and_a_wrong_token_is_asked_for_again(
+async def test_a_message_is_sent_and_a_wrong_token_can_be_corrected(
     service: QueueService, orders: Orders
 ) -> None:
-    # A refused token is an answer of 401, which Chromium reports by itself.
+    # Chromium reports the 401 response to a wrong token in its console.
     async with serve(service, port=0, token=TOKEN) as address:
         async with open_page(f"{address}#/queues/orders") as watched:
             page = watched.page
             await page.get_by_text("Send a message").click()
-            await page.get_by_label("Body, as JSON").fill("7")
+            await page.get_by_label("Body (JSON)").fill("7")
             await page.get_by_role("button", name="Send", exact=True).click()
             await unlock(page, "wrong")
             dialog = page.get_by_role("dialog")
-            await expect(dialog.get_by_role("alert")).to_have_text(
-                "That token is not the right one."
-            )
+            await expect(dialog.get_by_role("alert")).to_have_text("The token is invalid.")
             await expect(page.get_by_label("Token")).to_be_focused()
             await unlock(page)
             await expect(dialog).to_have_count(0)
             await expect(page.locator(".toast", has_text="Sent as")).to_be_visible()
-            await page.get_by_label("Body, as JSON").fill('"no number"')
+            await page.get_by_label("Body (JSON)").fill('"not a number"')
             await page.get_by_role("button", name="Send", exact=True).click()
             await expect(page.locator(".toast.bad", has_text="orders")).to_be_visible()
             await page.get_by_role("button", name="Lock").click()
             await expect(page.get_by_role("button", name="Unlock")).to_be_visible()
         unexpected = [
-            text for text in watched.complaints if "401" not in text and "422" not in text
+            text for text in watched.console_errors if "401" not in text and "422" not in text
         ]
         assert unexpected == []
     assert orders.handled == [7]
 
 
-async def test_the_button_unlocks_only_with_the_right_token(service: QueueService) -> None:
+async def test_the_unlock_button_accepts_only_a_valid_token(service: QueueService) -> None:
     async with serve(service, port=0, token=TOKEN) as address, open_page(address) as watched:
         page = watched.page
         await page.get_by_role("button", name="Unlock").click()
         await unlock(page, "wrong")
         alert = page.get_by_role("dialog").get_by_role("alert")
-        await expect(alert).to_contain_text("not the right one")
+        await expect(alert).to_have_text("The token is invalid.")
         assert await page.evaluate("sessionStorage.length") == 0
         await unlock(page, f" {TOKEN} ")
         await expect(page.get_by_role("button", name="Lock", exact=True)).to_be_visible()
-        # One that was right once: the service was started with another.
+        # Store a token that is no longer valid.
         await page.evaluate("sessionStorage.setItem(sessionStorage.key(0), 'old')")
         await page.goto(f"{address}#/queues/orders")
         await page.get_by_role("button", name="Pause").click()
-        await expect(alert).to_have_text("The token that was right is no more.")
+        await expect(alert).to_have_text("The token is no longer valid.")
 
 
-async def test_without_a_token_the_page_says_that_it_only_looks(service: QueueService) -> None:
-    async with shown(service, "#/queues/orders", token=None) as watched:
+async def test_without_a_token_the_dashboard_is_read_only(service: QueueService) -> None:
+    async with open_dashboard(service, "#/queues/orders", token=None) as watched:
         page = watched.page
         await expect(page.get_by_role("button", name="Read-only")).to_be_disabled()
         await expect(page.get_by_role("button", name="Pause")).to_be_disabled()
@@ -264,20 +285,20 @@ async def test_without_a_token_the_page_says_that_it_only_looks(service: QueueSe
         await expect(page.locator("#foot-note")).to_contain_text("QKIT_TOKEN")
 
 
-async def test_no_queues_are_an_invitation() -> None:
-    async with make_shop() as service, shown(service) as watched:
+async def test_an_overview_without_queues_shows_a_hint() -> None:
+    async with make_shop() as service, open_dashboard(service) as watched:
         await expect(watched.page.locator(".empty")).to_contain_text("No queues yet")
 
 
-async def test_a_queue_that_is_not_there_is_said(service: QueueService) -> None:
-    async with shown(service, "#/queues/nowhere") as watched:
+async def test_an_unknown_queue_is_reported(service: QueueService) -> None:
+    async with open_dashboard(service, "#/queues/nowhere") as watched:
         await expect(watched.page.locator(".empty").first).to_contain_text("No such queue")
 
 
-async def test_a_broker_that_is_gone_and_back_is_said() -> None:
+async def test_the_banner_reports_a_lost_broker_until_it_is_back() -> None:
     backend = FaultyBackend()
     service = QueueService(Settings(type="native"), backend=backend)
-    async with service, shown(service) as watched:
+    async with service, open_dashboard(service) as watched:
         banner = watched.page.locator("#banner")
         await expect(watched.page.locator("#service-state")).to_contain_text("ready")
         backend.always("ping", BackendUnavailable("no route to the broker"))
@@ -285,14 +306,14 @@ async def test_a_broker_that_is_gone_and_back_is_said() -> None:
         await expect(banner).to_contain_text("no route to the broker")
         await expect(watched.page.locator("#service-state")).to_contain_text("not ready")
         health = watched.page.get_by_role("region", name="Health")
-        await expect(health).to_contain_text("no connection to send over")
-        await expect(health).not_to_contain_text("sends go through")
+        await expect(health).to_contain_text("not connected: sends fail")
+        await expect(health).not_to_contain_text("sends are accepted")
         backend.heal("ping")
         await expect(banner).to_be_empty()
 
 
-async def test_a_service_that_ended_is_said_and_found_again(service: QueueService) -> None:
-    # The browser itself reports that connections are refused; here the page's own words count.
+async def test_the_banner_reports_a_stopped_service_until_it_is_back(service: QueueService) -> None:
+    # Chromium reports refused connections in its console, so the console is not checked.
     async with AsyncExitStack() as first:
         address = await first.enter_async_context(serve(service, port=0))
         port = int(address.rstrip("/").rpartition(":")[2])
@@ -300,38 +321,38 @@ async def test_a_service_that_ended_is_said_and_found_again(service: QueueServic
             page = watched.page
             await expect(page.locator("#service-state")).to_contain_text("ready")
             await first.aclose()
-            await expect(page.locator("#banner")).to_contain_text("The service does not answer.")
+            await expect(page.locator("#banner")).to_contain_text("The service does not respond.")
             await expect(page.locator("body")).to_have_class("stale")
             async with serve(service, port=port):
                 await expect(page.locator("#banner")).to_be_empty()
                 await expect(page.locator("#service-state")).to_contain_text("ready")
 
 
-async def test_it_is_used_by_keyboard_alone(service: QueueService) -> None:
+async def test_the_dashboard_can_be_used_with_the_keyboard(service: QueueService) -> None:
     await service.send("orders", -1)
-    await buried(service, "orders", 1)
-    async with shown(service) as watched:
+    await wait_for_dead_letters(service, "orders", 1)
+    async with open_dashboard(service) as watched:
         page = watched.page
         await expect(page.get_by_role("link", name="orders", exact=True)).to_be_visible()
         await page.keyboard.press("Tab")
-        await expect(page.get_by_role("link", name="Skip to the queues")).to_be_focused()
+        await expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
         await page.get_by_role("link", name="1 dead letters of orders").focus()
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("heading", level=1)).to_contain_text("orders")
         await page.locator(".item summary").focus()
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("button", name="Replay this one")).to_be_visible()
-        await page.keyboard.press("Tab")  # the body can be scrolled
+        await page.keyboard.press("Tab")  # the scrollable body takes the focus first
         await page.keyboard.press("Tab")
         await page.keyboard.press("Enter")
         await expect(page.get_by_label("Token")).to_be_focused()
         await page.keyboard.type(TOKEN)
         await page.keyboard.press("Enter")
-        await expect(page.locator(".toast")).to_contain_text("sent to orders again")
+        await expect(page.locator(".toast")).to_contain_text("replayed to orders")
 
 
-async def test_the_skip_link_leads_to_the_content_and_nowhere_else(service: QueueService) -> None:
-    async with shown(service, "#/queues/orders") as watched:
+async def test_the_skip_link_focuses_the_content(service: QueueService) -> None:
+    async with open_dashboard(service, "#/queues/orders") as watched:
         page = watched.page
         await expect(page.get_by_role("heading", level=1)).to_contain_text("orders")
         await page.keyboard.press("Tab")
@@ -342,10 +363,10 @@ async def test_the_skip_link_leads_to_the_content_and_nowhere_else(service: Queu
         await expect(page.get_by_role("heading", level=1)).to_contain_text("orders")
 
 
-async def test_an_address_that_cannot_be_read_is_a_queue_that_is_not_there(
+async def test_a_malformed_address_is_reported_as_an_unknown_queue(
     service: QueueService,
 ) -> None:
-    async with shown(service, "#/queues/%zz") as watched:
+    async with open_dashboard(service, "#/queues/%zz") as watched:
         page = watched.page
         await expect(page.locator(".empty").first).to_contain_text("No such queue")
         await expect(page.locator("#service-state")).to_contain_text("ready")
@@ -353,22 +374,22 @@ async def test_an_address_that_cannot_be_read_is_a_queue_that_is_not_there(
         await expect(page.get_by_role("row", name="orders")).to_be_visible()
 
 
-async def test_the_keyboard_keeps_its_place_after_a_replay_and_a_purge(
+async def test_the_keyboard_focus_survives_a_replay_and_a_purge(
     service: QueueService, orders: Orders
 ) -> None:
     for number in (-1, -2, -3):
         await service.send("orders", number)
-        await buried(service, "orders", -number)
-    async with shown(service, "#/queues/orders/dead-letters") as watched:
+        await wait_for_dead_letters(service, "orders", -number)
+    async with open_dashboard(service, "#/queues/orders/dead-letters") as watched:
         page = watched.page
         summaries = page.locator(".item summary")
         await expect(summaries).to_have_count(3)
-        orders.mended = True
+        orders.accept_all = True
         await summaries.nth(1).click()
         await page.get_by_role("button", name="Replay this one").press("Enter")
         await unlock(page)
         await expect(summaries).to_have_count(2)
-        await expect(summaries.nth(1)).to_be_focused()  # the one that took its place
+        await expect(summaries.nth(1)).to_be_focused()  # the next dead letter
         await expect(summaries.nth(1)).to_contain_text("total -3")
         await page.keyboard.press("Enter")
         await page.get_by_role("button", name="Purge this one…").press("Enter")
@@ -380,18 +401,18 @@ async def test_the_keyboard_keeps_its_place_after_a_replay_and_a_purge(
         await expect(page.locator(".items")).to_be_focused()
 
 
-async def test_the_words_of_a_chart_can_be_read_on_a_phone_and_two_lines_share_a_scale(
+async def test_chart_labels_are_readable_on_a_phone_and_lines_share_a_scale(
     service: QueueService,
 ) -> None:
     for _ in range(9):
-        await service.send("archive", 1)  # comes in, and is never done
-    async with shown(service, "#/queues/archive", width=360, height=740) as watched:
+        await service.send("archive", 1)  # published but never acked
+    async with open_dashboard(service, "#/queues/archive", width=360, height=740) as watched:
         page = watched.page
-        word = page.locator(".chart .grid text").first
-        await expect(word).to_be_visible()
+        label = page.locator(".chart .grid text").first
+        await expect(label).to_be_visible()
         drawing = page.locator(".chart").first
-        assert await drawing.evaluate("item => item.getScreenCTM().a") == 1  # 13 px are 13 px
-        # In one step: the chart is drawn anew each second, and its words are replaced.
+        assert await drawing.evaluate("item => item.getScreenCTM().a") == 1  # one unit is one pixel
+        # Measured in one call, because the chart replaces its labels every second.
         height, right, boxes = await drawing.evaluate(
             "item => [item.querySelector('.grid text').getBoundingClientRect().height,"
             " item.getBoundingClientRect().right,"
@@ -404,7 +425,7 @@ async def test_the_words_of_a_chart_can_be_read_on_a_phone_and_two_lines_share_a
         assert all(one[1] < other[0] for one, other in itertools.pairwise(times))  # none overlap
         assert times[-1][1] <= right
     points = "[[98, 0, 10, 2], [99, 0, 10, 2], [100, 0, 10, 2]]"
-    async with shown(service) as watched:
+    async with open_dashboard(service) as watched:
         await expect(watched.page.get_by_role("row", name="archive")).to_be_visible()
         heights = await watched.page.evaluate(
             """async (points) => {
@@ -419,11 +440,11 @@ async def test_the_words_of_a_chart_can_be_read_on_a_phone_and_two_lines_share_a
             json.loads(points),
         )
     tall, low = heights
-    assert tall == 3  # the peak, at the top
-    assert low == pytest.approx(3 + 0.8 * 27)  # a fifth of it
+    assert tall == 3  # 10, the peak: at the top
+    assert low == pytest.approx(3 + 0.8 * 27)  # 2, a fifth of the peak
 
 
-async def test_json_is_laid_out_and_its_numbers_stay_as_they_are(service: QueueService) -> None:
+async def test_json_is_indented_and_its_numbers_are_unchanged(service: QueueService) -> None:
     body = {
         "id": 12345678901234567890,
         "total": 4.0,
@@ -432,7 +453,7 @@ async def test_json_is_laid_out_and_its_numbers_stay_as_they_are(service: QueueS
         "of": [1],
     }
     await service.send("archive", body)
-    async with shown(service, "#/queues/archive") as watched:
+    async with open_dashboard(service, "#/queues/archive") as watched:
         await watched.page.locator(".item summary").click()
         text = await watched.page.locator(".item pre").text_content()
     assert text is not None
@@ -441,13 +462,13 @@ async def test_json_is_laid_out_and_its_numbers_stay_as_they_are(service: QueueS
     assert '  "none": [],' in text
 
 
-async def test_what_is_sent_from_the_page_is_what_was_written(service: QueueService) -> None:
+async def test_the_numbers_of_a_sent_body_are_unchanged(service: QueueService) -> None:
     await service.send("archive", 1)
     body = '{"id": 12345678901234567890, "total": 4.0, "share": 0.12345678901234567890}'
-    async with shown(service, "#/queues/archive") as watched:
+    async with open_dashboard(service, "#/queues/archive") as watched:
         page = watched.page
         await page.get_by_text("Send a message").click()
-        await page.get_by_label("Body, as JSON").fill(body)
+        await page.get_by_label("Body (JSON)").fill(body)
         await page.get_by_label("Priority").fill("9")
         await page.get_by_role("button", name="Send", exact=True).click()
         await unlock(page)
@@ -458,13 +479,11 @@ async def test_what_is_sent_from_the_page_is_what_was_written(service: QueueServ
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-async def test_a_phone_sees_it_all_without_scrolling_sideways(
-    service: QueueService, dark: bool
-) -> None:
+async def test_pages_fit_a_phone(service: QueueService, dark: bool) -> None:
     await service.send("a-queue-with-quite-a-long-name.for-a-phone.that-must-wrap", {"id": 1})
     await service.send("orders", -1)
-    await buried(service, "orders", 1)
-    async with shown(service, width=360, height=740, dark=dark) as watched:
+    await wait_for_dead_letters(service, "orders", 1)
+    async with open_dashboard(service, width=360, height=740, dark=dark) as watched:
         page = watched.page
         for path in ("#/", "#/queues/orders", "#/queues/orders/dead-letters"):
             await page.evaluate("path => { location.hash = path }", path)
@@ -476,8 +495,8 @@ async def test_a_phone_sees_it_all_without_scrolling_sideways(
         assert background == ("rgb(13, 16, 21)" if dark else "rgb(245, 246, 248)")
 
 
-async def test_colours_can_be_chosen(service: QueueService) -> None:
-    async with shown(service) as watched:
+async def test_the_theme_button_cycles_through_light_dark_and_auto(service: QueueService) -> None:
+    async with open_dashboard(service) as watched:
         page = watched.page
         chosen = []
         for _ in range(3):
@@ -500,34 +519,34 @@ ATTACKS = [
 ]
 
 
-async def test_nothing_that_a_message_holds_runs_on_the_page(
+async def test_message_content_is_never_executed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @consume("orders")
-    async def refuse(body: str) -> None:
+    async def fail(body: str) -> None:
         kind = type(body, (Exception,), {})
         raise kind(body)
 
-    service = make_shop(refuse)
-    service.declare(Channel("waiting"))
+    service = make_shop(fail)
+    service.declare(Channel("archive"))
     async with service:
         for attack in ATTACKS:
             await service.send("orders", attack, headers={"note": attack}, key=attack)
-            await service.send("waiting", attack, headers={"note": attack}, key=attack)
-        await buried(service, "orders", len(ATTACKS))
+            await service.send("archive", attack, headers={"note": attack}, key=attack)
+        await wait_for_dead_letters(service, "orders", len(ATTACKS))
         real = service.queues
 
-        async def with_foreign_names() -> list[str]:  # as another program may put on a broker
+        async def with_foreign_names() -> list[str]:  # as if declared by another program
             return [*await real(), *ATTACKS]
 
         monkeypatch.setattr(service, "queues", with_foreign_names)
         service._runtime.wiring.connection.last_error = ATTACKS[1]
-        async with shown(service) as watched:
+        async with open_dashboard(service) as watched:
             page = watched.page
             await expect(page.get_by_role("row")).to_have_count(1 + 2 + len(ATTACKS))
             for attack in ATTACKS:
                 await expect(page.get_by_text(attack).first).to_be_visible()
-            for path in ("#/queues/orders/dead-letters", "#/queues/waiting"):
+            for path in ("#/queues/orders/dead-letters", "#/queues/archive"):
                 await page.evaluate("path => { location.hash = path }", path)
                 items = page.locator(".item summary")
                 await expect(items).to_have_count(len(ATTACKS))
@@ -541,4 +560,4 @@ async def test_nothing_that_a_message_holds_runs_on_the_page(
             assert await page.evaluate("window.hit") is None
             assert await page.locator("main script, main img, main iframe").count() == 0
             assert await page.evaluate("document.title") == f"{ATTACKS[1]} · qkit"
-            watched.complaints = [text for text in watched.complaints if "422" not in text]
+            watched.console_errors = [text for text in watched.console_errors if "422" not in text]

@@ -1,4 +1,4 @@
-"""Live figures: the history once, an overview every second, to a bounded number of pages."""
+"""Event streams: a history event, an overview every second, and the limit on streams."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from qkit.web.access_control import SECURITY_HEADERS
 from tests.support.web import Orders
 
 
-async def test_a_page_gets_the_history_and_then_what_happens(service: QueueService) -> None:
+async def test_a_stream_starts_with_the_history_and_continues_with_overviews(
+    service: QueueService,
+) -> None:
     async with serve(service, port=0) as address, httpx.AsyncClient(timeout=60) as client:
-        await client.get(f"{address}metrics")  # whoever looks leaves a history
+        await client.get(f"{address}metrics")  # this request adds a sample to the history
         async with client.stream("GET", f"{address}api/events") as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             for name, value in SECURITY_HEADERS.items():
@@ -32,12 +34,15 @@ async def test_a_page_gets_the_history_and_then_what_happens(service: QueueServi
                     break
     assert [name for name, _ in events] == ["history", "overview", "overview", "overview"]
     assert len(events[0][1]["orders"]) >= 1  # type: ignore[arg-type]  # a list of points
-    sent = [event["queues"][0]["sent"] for _, event in events[1:]]  # type: ignore[index]  # JSON
-    assert sent == sorted(sent)
-    assert sent[-1] > sent[0]
+    published = [
+        event["queues"][0]["published_total"]  # type: ignore[index]  # JSON
+        for _, event in events[1:]
+    ]
+    assert published == sorted(published)
+    assert published[-1] > published[0]
 
 
-async def test_only_so_many_pages_are_served(
+async def test_the_number_of_streams_is_limited(
     service: QueueService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkit.web.event_stream.MAX_STREAMS", 1)
@@ -49,18 +54,18 @@ async def test_only_so_many_pages_are_served(
             assert answer.json()["error"]["type"] == "TooManyStreams"
 
 
-async def test_a_page_that_leaves_makes_room(
+async def test_a_closed_stream_no_longer_counts_towards_the_limit(
     service: QueueService, monkeypatch: pytest.MonkeyPatch, orders: Orders
 ) -> None:
     monkeypatch.setattr("qkit.web.event_stream.MAX_STREAMS", 1)
     async with serve(service, port=0) as address:
         for _ in range(3):
             async with httpx.AsyncClient(timeout=60) as client:
-                for _ in range(100):  # the server hears of the one before with its next event
+                for _ in range(100):  # the server detects a closed stream at its next event
                     async with client.stream("GET", f"{address}api/events") as stream:
                         if stream.status_code == 200:
                             await anext(stream.aiter_lines())
                             break
                         await stream.aread()
                 else:
-                    raise AssertionError("there was no room again")
+                    raise AssertionError("the closed stream still counts towards the limit")

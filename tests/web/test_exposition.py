@@ -1,4 +1,4 @@
-"""What Prometheus scrapes."""
+"""Metrics in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from qkit import QueueService
-from tests.support.web import buried
+from tests.support.web import wait_for_dead_letters
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Values by name and by the value of the first label."""
+    """Return the sample values, by metric name and value of the first label."""
     return {
         (sample.name, next(iter(sample.labels.values()), "")): sample.value
         for family in text_string_to_metric_families(text)
@@ -19,11 +19,11 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     }
 
 
-async def test_counters_figures_and_state_are_there(
+async def test_counters_queue_figures_and_states_are_exposed(
     client: httpx.AsyncClient, service: QueueService
 ) -> None:
     await service.send("orders", -1)
-    await buried(service, "orders", 1)
+    await wait_for_dead_letters(service, "orders", 1)
     await service.send("audit", 1)
     answer = await client.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -32,6 +32,8 @@ async def test_counters_figures_and_state_are_there(
     assert found["qkit_messages_dead_lettered_total", "orders"] == 1
     assert found["qkit_queue_dead_letters", "orders"] == 1
     assert found["qkit_queue_depth", "audit"] == 1
+    assert found["qkit_queue_oldest_message_age_seconds", "audit"] >= 0
+    assert found["qkit_messages_in_flight", "orders"] == 0
     assert found["qkit_ready", ""] == 1
     assert found["qkit_connected", ""] == 1
     assert found["qkit_breaker_state", "closed"] == 1
@@ -40,7 +42,7 @@ async def test_counters_figures_and_state_are_there(
     assert found["qkit_consumer_last_settle_timestamp_seconds", "orders"] > 1e9
 
 
-async def test_a_service_that_is_down_is_still_scraped(
+async def test_a_stopped_service_still_exposes_metrics(
     client: httpx.AsyncClient, service: QueueService
 ) -> None:
     await service.shutdown()
@@ -50,7 +52,7 @@ async def test_a_service_that_is_down_is_still_scraped(
 
 
 @pytest.mark.parametrize("count", [1_100])
-async def test_labels_are_bounded(
+async def test_the_number_of_label_values_is_limited(
     client: httpx.AsyncClient, service: QueueService, count: int
 ) -> None:
     for number in range(count):
@@ -59,4 +61,4 @@ async def test_labels_are_bounded(
     assert found["qkit_messages_sent_total", "(other)"] > 50
     assert sum(name == "qkit_messages_sent_total" for name, _ in found) <= 1_001
     assert sum(name == "qkit_queue_depth" for name, _ in found) <= 200
-    assert found["qkit_queues_hidden", ""] > 800
+    assert found["qkit_queues_omitted", ""] > 800

@@ -1,4 +1,4 @@
-"""A canary for a secret: no page, log, error or metric may sing of it."""
+"""Secrets: none appears in a response, log, error or metric."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PAGES = sorted(
 )
 
 
-async def sing(service: QueueService) -> str:
-    """Everything that can be read of a service."""
+async def all_output(service: QueueService) -> str:
+    """Return all text that the web app, the settings and the health check expose."""
     async with client_of(service, token=TOKEN) as client:
         answers = [await client.get(page) for page in PAGES]
         answers.append(await client.post("/api/queues/orders/pause"))
@@ -42,7 +42,7 @@ def closed_port() -> int:
         return int(listener.getsockname()[1])
 
 
-async def test_a_broker_that_cannot_be_reached_gives_nothing_away(
+async def test_an_unreachable_broker_leaks_no_password(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -51,11 +51,11 @@ async def test_a_broker_that_cannot_be_reached_gives_nothing_away(
     service.register(Orders())
     with pytest.raises(QueueError) as caught:
         await service.start()
-    told = "".join(traceback.format_exception(caught.value))
-    assert CANARY not in await sing(service) + told + caplog.text
+    trace = "".join(traceback.format_exception(caught.value))
+    assert CANARY not in await all_output(service) + trace + caplog.text
 
 
-async def test_a_password_that_is_refused_is_not_repeated(
+async def test_a_wrong_password_is_not_shown(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -65,8 +65,8 @@ async def test_a_password_that_is_refused_is_not_repeated(
     service.register(Orders())
     with pytest.raises(QueueError) as caught:
         await service.start()
-    told = "".join(traceback.format_exception(caught.value))
-    assert CANARY not in await sing(service) + told + caplog.text
+    trace = "".join(traceback.format_exception(caught.value))
+    assert CANARY not in await all_output(service) + trace + caplog.text
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_a_password_that_is_refused_is_not_repeated(
     ],
     ids=["rabbitmq", "redis", "kafka"],
 )
-async def test_a_running_service_shows_none_of_its_settings_secrets(
+async def test_a_running_service_leaks_no_secrets(
     settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -92,4 +92,4 @@ async def test_a_running_service_shows_none_of_its_settings_secrets(
     service.register(Orders())
     async with service:
         await service.send("orders", 1)
-        assert CANARY not in await sing(service) + caplog.text
+        assert CANARY not in await all_output(service) + caplog.text

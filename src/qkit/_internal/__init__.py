@@ -1,4 +1,4 @@
-"""Helpers without policy: no broker, no message semantics.
+"""General helpers, independent of brokers and message semantics.
 
 May import: ``errors``.
 """

@@ -1,7 +1,7 @@
-"""Time as an argument: the two clocks that qkit reads.
+"""``Clock``: the source of monotonic time and wall time.
 
-Inside a process qkit measures with the running loop's monotonic clock, the one ``asyncio.sleep``
-and ``call_at`` use; on the wire and on disk it writes wall time. Tests replace both at once.
+Within a process, qkit uses the event loop's monotonic clock, as ``asyncio.sleep`` and ``call_at``
+do. On the wire and on disk, it writes wall time. Tests replace both clocks.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ __all__ = ["Clock", "SystemClock"]
 
 
 class Clock(Protocol):
-    """Where qkit reads the time. Waiting is asyncio's business and follows ``monotonic``."""
+    """Source of monotonic time and wall time."""
 
     def monotonic(self) -> float:
-        """Seconds that never jump; equal to the running loop's ``time()``."""
+        """Return monotonic time in seconds, equal to ``time()`` of the running event loop."""
         ...
 
     def time(self) -> float:
-        """Seconds since the epoch, for whatever leaves the process."""
+        """Return wall time in seconds since 1970, for data that leaves the process."""
         ...
 
 
 class SystemClock:
-    """The machine's own clocks."""
+    """``Clock`` that reads the clocks of the operating system."""
 
     monotonic = staticmethod(time.monotonic)
     time = staticmethod(time.time)

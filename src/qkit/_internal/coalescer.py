@@ -1,4 +1,4 @@
-"""``Coalescer``: at most one call at a time; what arrives meanwhile goes into the next one."""
+"""``Coalescer``: runs one call at a time; items that arrive meanwhile share the next call."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ R = TypeVar("R")
 
 
 class Coalescer(Generic[T]):
-    """Gathers items while a call is in flight and flushes them together afterwards.
+    """Buffer that collects items while a call is running and then flushes them together.
 
-    Nothing is delayed: a call that finds the coalescer idle runs at once.
+    Adds no delay: if no call is running, an item is flushed immediately.
 
     Args:
-        flush: Handles a group of items, in the order of ``post``. It must not raise. If it is
-            cancelled, the group waits again, in its old place.
-        max_size: Limit of a group's size. An item larger than that goes alone.
-        size: Returns the size of an item; by default each counts 1.
-        name: Name of the task that flushes.
+        flush: Handles a group of items, in the order in which they were posted. It must not
+            raise. If it is cancelled, its items return to the head of the queue.
+        max_size: Maximum size of a group. A larger item is flushed alone.
+        size: Returns the size of an item. Default: every item has size 1.
+        name: Name of the flush task.
+
+    Attributes:
+        busy: Whether a call is running or items are waiting.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Coalescer(Generic[T]):
         size: Callable[[T], int] | None = None,
         name: str,
     ) -> None:
-        self.busy = False  # a call is in flight, or items are waiting
+        self.busy: bool = False
         self._flush = flush
         self._max_size = max_size
         self._size = size
@@ -44,7 +47,7 @@ class Coalescer(Generic[T]):
         self._task: asyncio.Task[None] | None = None
 
     async def run_now(self, call: Awaitable[R]) -> R:
-        """Await ``call`` in the caller's own task. Only while not ``busy``."""
+        """Await ``call`` in the caller's task. The coalescer must not be ``busy``."""
         self.busy = True
         try:
             return await call
@@ -60,23 +63,23 @@ class Coalescer(Generic[T]):
             self._start()
 
     def pending(self) -> list[T]:
-        """Return all items that were not handled yet, oldest first."""
+        """Return all items that are being flushed or waiting, oldest first."""
         return [*self._in_flight, *self._waiting]
 
     async def drain(self) -> None:
-        """Wait until nothing is in flight or waiting."""
+        """Wait until no item is being flushed or waiting."""
         while self._task is not None:
             await asyncio.wait([self._task])
 
     async def close(self) -> list[T]:
-        """Cancel the flush in flight, and return the items that were not handled."""
+        """Cancel the running flush and return the items that were not handled."""
         task = self._task
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        left = self.pending()
+        unhandled = self.pending()
         self._waiting.clear()
-        return left
+        return unhandled
 
     def _start(self) -> None:
         self.busy = True
@@ -89,7 +92,7 @@ class Coalescer(Generic[T]):
                 await self._flush(self._in_flight)
                 several = len(self._in_flight) > 1
                 self._in_flight = []
-                if several:  # callers that were answered may post again, and join one group
+                if several:  # let the callers post their next items, so that they form one group
                     await asyncio.sleep(0)
         finally:
             self._waiting.extendleft(reversed(self._in_flight))

@@ -1,4 +1,4 @@
-"""Functions that return coroutines: how ``inspect`` sees them and how the coroutines are named."""
+"""Decorators for functions that return coroutines."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def returns_coroutine(function: F) -> F:
     """Make ``inspect.iscoroutinefunction`` true for a plain function that returns a coroutine.
 
     Args:
-        function: A function or method whose every result is a coroutine.
+        function: A function or method that always returns a coroutine.
 
     Returns:
         The same function. Its signature, docstring and speed do not change.
     """
     if sys.version_info >= (3, 12):
         return inspect.markcoroutinefunction(function)
-    # Python 3.11 looks at the flag only here: a call creates a coroutine when the bytecode says
-    # so (RETURN_GENERATOR), and this bytecode does not.
+    # In Python 3.11 only ``inspect`` reads this flag. The interpreter creates a coroutine only if
+    # the bytecode contains RETURN_GENERATOR, which this bytecode does not.
     plain = cast("FunctionType", function)
     code = plain.__code__
     plain.__code__ = code.replace(co_flags=code.co_flags | inspect.CO_COROUTINE)
@@ -33,10 +33,11 @@ def returns_coroutine(function: F) -> F:
 
 
 def shown_as(name: str) -> Callable[[F], F]:
-    """Name the coroutines of an ``async def`` function in warnings and in the text of tasks.
+    """Set the name that warnings and tasks show for a function's coroutines.
 
     Args:
-        name: The public function that returns the coroutine, such as ``QueueService.send``.
+        name: Name of the public function that returns the coroutine, such as
+            ``QueueService.send``.
 
     Returns:
         A decorator that returns the same function.

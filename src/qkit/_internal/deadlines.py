@@ -1,8 +1,8 @@
-"""Waits that can be cut short, by hand or by one timer for many of equal length.
+"""Cancel scopes and deadlines, with one timer for all deadlines of the same length.
 
-``asyncio.timeout`` arms and cancels a timer for each use, which costs as much as all the rest of a
-send inside the process. Waits of one length end in the order in which they began, so one timer,
-for the oldest, is enough.
+``asyncio.timeout`` sets and cancels a timer for each use, which costs as much as the rest of an
+in-process send. Deadlines of the same length expire in the order in which they began, so one timer
+for the oldest is enough.
 """
 
 from __future__ import annotations
@@ -16,24 +16,33 @@ __all__ = ["CancelScope", "Deadline", "DeadlineTimer"]
 
 
 class DeadlineTimer:
-    """Time-outs that all last ``seconds``, in one event loop."""
+    """Timer shared by all deadlines of one length in an event loop.
+
+    Args:
+        seconds: Length of the deadlines in seconds.
+
+    Attributes:
+        seconds: Length of the deadlines in seconds.
+        open: Deadlines that were entered and not left yet, oldest first.
+        timer: Timer handle for the oldest open deadline; ``None`` if no timer is set.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.open: dict[Deadline, None] = {}  # in the order of their ends
+        self.open: dict[Deadline, None] = {}
         self.timer: asyncio.TimerHandle | None = None
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Their loop; kept, since before Python 3.12 each look for it is a call of the system."""
+        """Running event loop; cached because ``get_running_loop`` is slow before Python 3.12."""
         return asyncio.get_running_loop()
 
     def deadline_from_now(self) -> float:
-        """Return the loop's time at which a deadline that begins now will end."""
+        """Return the loop time at which a deadline that begins now expires."""
         return self.loop.time() + self.seconds
 
     def arm(self) -> None:
-        """Set the timer to the end of the oldest, if any is open."""
+        """Set the timer for the oldest open deadline that has not expired, if there is one."""
         oldest = next((item for item in self.open if not item.expired), None)
         if oldest is not None:
             self.timer = self.loop.call_at(oldest.end, self._fire)
@@ -49,19 +58,25 @@ class DeadlineTimer:
 
 
 class CancelScope:
-    """What a task does within ``with``, which ``expire`` cuts short: it raises ``TimeoutError``.
+    """Context manager whose body ``expire`` aborts with ``TimeoutError``.
 
-    As ``asyncio.timeout(None)`` does, without asking asyncio for the task and its loop each time.
+    Works like ``asyncio.timeout(None)``, but does not look up the task and its loop each time.
+
+    Args:
+        task: Task that enters the scope.
+
+    Attributes:
+        expired: Whether ``expire`` was called.
     """
 
     __slots__ = ("_cancelling", "_task", "expired")
 
     def __init__(self, task: asyncio.Task[object]) -> None:
-        self.expired = False
+        self.expired: bool = False
         self._task = task
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Enter the scope."""
         self._cancelling = self._task.cancelling()
         return self
 
@@ -71,21 +86,29 @@ class CancelScope:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End; raises ``TimeoutError`` if it was cut short and nobody else cancelled the task."""
+        """Leave the scope; raise ``TimeoutError`` if only ``expire`` cancelled the task."""
         if self.expired:
             left = self._task.uncancel()
             if left <= self._cancelling and kind is asyncio.CancelledError:
                 raise TimeoutError from error
 
     def expire(self) -> None:
-        """Cut it short."""
+        """Cancel the task inside the scope."""
         if not self.expired:
             self.expired = True
             self._task.cancel()
 
 
 class Deadline(CancelScope):
-    """A scope of the running task that expires when its time is up, counted from its making.
+    """Cancel scope for the current task that expires after a fixed time.
+
+    The time runs from construction, not from entry into the ``with`` block.
+
+    Args:
+        timer: Shared timer, whose ``seconds`` is the length of the deadline.
+
+    Attributes:
+        end: Loop time at which the deadline expires.
 
     >>> async def main() -> None:
     ...     try:
@@ -101,14 +124,14 @@ class Deadline(CancelScope):
 
     def __init__(self, timer: DeadlineTimer) -> None:
         self.expired = False
-        self.end = timer.loop.time() + timer.seconds
+        self.end: float = timer.loop.time() + timer.seconds
         self._timer = timer
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Enter the scope; set the timer if needed."""
         timer = self._timer
         task = asyncio.current_task(timer.loop)
-        assert task is not None, "a deadline cancels its task, so there must be one"
+        assert task is not None, "a deadline must be entered in a task"
         self._task = task
         self._cancelling = task.cancelling()
         timer.open[self] = None
@@ -122,7 +145,7 @@ class Deadline(CancelScope):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End, perhaps with ``TimeoutError``."""
+        """Leave the scope; raise ``TimeoutError`` if the deadline cancelled the task."""
         del self._timer.open[self]
         if self.expired:
             super().__exit__(kind, error, traceback)

@@ -1,4 +1,4 @@
-"""Message ids (UUIDv7) and the time inside them."""
+"""Generation of message ids (UUIDv7), and the send time that an id contains."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["IdGenerator", "new_id", "sent_at"]
 
 
 class IdGenerator:
-    """UUIDv7s without dashes: they sort by time, and within one process by order of creation.
+    """Generator of UUIDv7 ids without dashes.
 
-    Each millisecond has a random prefix, made once; its ids are that and one of 4096 suffixes, put
-    together in C. That is what makes an id cheap: a send costs a few microseconds in all.
+    Ids sort by time and, within one process, by order of creation. An id consists of a prefix,
+    which is computed once for each block of ids, and one of 4096 suffixes. The concatenation runs
+    in C, because an id must cost little compared with a send, which takes a few microseconds.
     """
 
     def __init__(self) -> None:
@@ -23,20 +24,21 @@ class IdGenerator:
         self.reseed()
 
     def reseed(self) -> None:
-        """Forget the past; a forked child must not go on with its parent's numbers."""
+        """Reset the state, so that a forked child does not generate the ids of its parent."""
         self._lock = threading.Lock()
-        self._end = 0  # of the millisecond, in nanoseconds
+        self._end = 0  # end of the current millisecond, in nanoseconds
         self._block = 0
         self._ids: Iterator[str] = iter(())
-        self._random_words: Iterator[int] = iter(())  # many at once: the system is slow to be asked
+        self._random_words: Iterator[int] = iter(())  # read in bulk, because os.urandom is slow
 
     def next(self, time_ns: Callable[[], int] = time.time_ns) -> str:
         """Return the next id.
 
-        The first id of a millisecond begins a block of 4096; so does the first after a block is
-        used up. The block's number is the 12 bits behind the version, counted up from a random
-        start with room for eight million ids above it; 48 random bits follow. While the clock is
-        behind, because it was set back, ids go on where they were.
+        A block of 4096 ids begins with the first id of a millisecond, or when the previous block
+        is used up. The 12 bits after the version contain the block number. It counts up from a
+        random start below 2048, so a millisecond has at least eight million ids. 48 random bits
+        follow. If the clock is set back, ids continue from the last millisecond until the clock
+        catches up.
         """
         now = time_ns()
         if now < self._end:
@@ -69,7 +71,7 @@ os.register_at_fork(after_in_child=_generator.reseed)
 
 
 def sent_at(message_id: str) -> float | None:
-    """The wall time inside one of qkit's ids; ``None`` for an id of another making."""
+    """Return the send time in a qkit id, in seconds since 1970; ``None`` for a foreign id."""
     if len(message_id) != 32 or message_id[12] != "7":
         return None
     try:

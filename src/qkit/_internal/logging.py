@@ -1,7 +1,7 @@
-"""Structured logs: one logger, facts as fields, and a formatter that writes them as JSON.
+"""The qkit logger, and a formatter for JSON logs.
 
-Every record about a message carries ``queue``, ``consumer``, ``message_id`` and, for a failure,
-``attempt`` and ``error`` as attributes, with the stack in the usual place.
+Each log record about a message has the attributes ``queue``, ``consumer`` and ``message_id``. A
+record about a failure also has ``attempt``, ``error`` and ``exc_info``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,34 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: timestamp, level, message, the record's own fields, the stack.
+    """Log formatter that writes each record as one line of JSON.
 
-    >>> record = logging.makeLogRecord({"msg": "retrying", "levelname": "WARNING", "queue": "q"})
-    >>> '"queue": "q"' in JsonFormatter().format(record)
-    True
+    A line has ``timestamp``, ``level``, ``logger``, ``message``, the extra fields of the record,
+    and ``stack`` if there is an exception.
+
+    Example:
+        >>> import logging
+        >>> from qkit import JsonFormatter
+        >>> handler = logging.StreamHandler()
+        >>> handler.setFormatter(JsonFormatter())
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line of JSON."""
+        """Return the record as one line of JSON.
+
+        Args:
+            record: The log record.
+
+        Returns:
+            The line, in ASCII.
+
+        Example:
+            >>> import json, logging
+            >>> from qkit import JsonFormatter
+            >>> record = logging.makeLogRecord({"msg": "retrying", "queue": "orders"})
+            >>> json.loads(JsonFormatter().format(record))["queue"]
+            'orders'
+        """
         fields: dict[str, object] = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname.lower(),
@@ -37,6 +56,6 @@ class JsonFormatter(logging.Formatter):
         fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
         if record.exc_info:
             fields["stack"] = self.formatException(record.exc_info)
-        # ASCII: a separator such as U+2028 would end the line for some readers, and a lone
-        # surrogate (from a file name, say) would make the stream refuse it.
+        # Write ASCII: some readers treat U+2028 as a line end, and a stream cannot encode a lone
+        # surrogate, which a file name may contain.
         return json.dumps(fields, default=str)

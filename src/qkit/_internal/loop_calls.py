@@ -1,4 +1,4 @@
-"""Run a coroutine in an event loop from another thread, and wait for its result."""
+"""Calls into an event loop from other threads."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ R = TypeVar("R")
 
 LOOP_CHECK_INTERVAL_SECONDS = 0.5
 STOPPED_LOOP_CHECKS = 10
-"""After so many checks of a loop that is stopped and not closed, the call fails."""
+"""Number of consecutive checks that find the loop stopped, but not closed, until a call fails."""
 
 
-running_loop = asyncio._get_running_loop  # pyright: ignore[reportPrivateUsage]  # in its __all__
-"""Return the event loop that runs in this thread, ``None`` if none does: one call, no exception."""
+# ``asyncio.events.__all__`` contains this name despite its underscore.
+running_loop = asyncio._get_running_loop  # pyright: ignore[reportPrivateUsage]
+"""Return the event loop that runs in this thread, or ``None``; never raise an exception."""
 
 
 class LoopCaller:
-    """Entry to an event loop for the other threads of its process.
+    """Access to an event loop for other threads of the same process.
 
     Args:
-        loop: The event loop, which belongs to this process.
+        loop: Event loop that was created in this process.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -37,30 +38,30 @@ class LoopCaller:
         self._process = os.getpid()
 
     def in_own_process(self) -> bool:
-        """Return whether this is the loop's process and not a fork of it."""
+        """Return whether the current process created the loop, and is not a fork."""
         return os.getpid() == self._process
 
     def check_process(self) -> None:
-        """Raise ``LifecycleError`` in a process that was forked from the loop's."""
+        """Raise ``LifecycleError`` in a fork of the loop's process."""
         if not self.in_own_process():
             raise LifecycleError(
-                f"the service runs in process {self._process} and this is its fork {os.getpid()}, "
-                "where its event loop does not run: make and start a service in each process"
+                f"the service runs in process {self._process}, and its event loop does not run in "
+                f"the forked process {os.getpid()}: create and start a service in each process"
             )
 
     def submit(self, work: Callable[[], Coroutine[object, object, R]]) -> LoopCall[R]:
-        """Create a coroutine in the loop and run it there as a task.
+        """Create a coroutine in the loop's thread and run it there as a task.
 
-        The task runs in a copy of this thread's context, so a trace goes on in it.
+        The task runs in a copy of this thread's context, so that it continues the trace.
 
         Args:
             work: Called in the loop's thread; returns the coroutine.
 
         Returns:
-            The call; ``result`` waits for it.
+            The call. Its ``result`` method waits for the coroutine.
 
         Raises:
-            LifecycleError: The process was forked from the loop's, or the loop is closed.
+            LifecycleError: This is a fork of the loop's process, or the loop is closed.
         """
         self.check_process()
         call = LoopCall(self.loop, work)
@@ -72,7 +73,7 @@ class LoopCaller:
 
 
 class LoopCall(Generic[R]):
-    """One coroutine that runs in an event loop while another thread waits for it."""
+    """Coroutine that runs in an event loop while another thread waits for its result."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[object, object, R]]
@@ -83,7 +84,7 @@ class LoopCall(Generic[R]):
         self._task: asyncio.Task[R] | None = None
 
     def begin(self) -> None:
-        """Start the task, in the loop, unless the waiting thread has given up."""
+        """Start the task unless the waiting thread was interrupted; called in the loop's thread."""
         if self._answer.cancelled():
             return
         try:
@@ -98,11 +99,11 @@ class LoopCall(Generic[R]):
         """Wait for the coroutine; cancel it if this thread is interrupted.
 
         Returns:
-            What the coroutine returned.
+            The result of the coroutine.
 
         Raises:
             LifecycleError: The task was cancelled, or its loop was closed or stopped.
-            BaseException: What the coroutine raised, or what interrupted this thread.
+            BaseException: The coroutine failed with this error, or this thread was interrupted.
         """
         stopped = 0
         try:
@@ -110,20 +111,20 @@ class LoopCall(Generic[R]):
                 try:
                     return self._answer.result(LOOP_CHECK_INTERVAL_SECONDS)
                 except TimeoutError:
-                    if self._answer.done():  # a TimeoutError of the coroutine, or just in time
+                    if self._answer.done():  # the coroutine raised TimeoutError, or has just ended
                         return self._answer.result()
                 stopped = 0 if self._loop.is_running() else stopped + 1
                 if self._loop.is_closed() or stopped >= STOPPED_LOOP_CHECKS:
                     raise _ended()
         except BaseException:
-            self._give_up()
+            self._abandon()
             raise
         finally:
-            del self  # the error, which it holds, refers to this frame: leave no cycle
+            del self  # avoid a cycle: the error, which self holds, refers to this frame
 
-    def _give_up(self) -> None:
-        if self._answer.cancel():  # false once there is an answer
-            with suppress(RuntimeError):  # the loop is closed: nothing runs there
+    def _abandon(self) -> None:
+        if self._answer.cancel():  # false if the call already has a result
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
@@ -133,12 +134,12 @@ class LoopCall(Generic[R]):
     def _finish(self, task: asyncio.Task[R]) -> None:
         if task.cancelled():
             error: BaseException | None = LifecycleError(
-                "the service was shut down before this call was done"
+                "the service was shut down before this call ended"
             )
         else:
             error = task.exception()
         if not self._answer.set_running_or_notify_cancel():
-            return  # nothing waits for it any more
+            return  # the waiting thread was interrupted
         if error is None:
             self._answer.set_result(task.result())
         else:
@@ -147,6 +148,6 @@ class LoopCall(Generic[R]):
 
 def _ended() -> LifecycleError:
     return LifecycleError(
-        "the service's event loop ended before this call was done: if it was a send, the message "
+        "the service's event loop stopped before this call ended: if it was a send, the message "
         "may or may not have arrived"
     )

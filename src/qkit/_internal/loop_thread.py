@@ -1,4 +1,4 @@
-"""Event loop in a daemon thread, for callers that have no event loop of their own."""
+"""``LoopThread``: an event loop in a daemon thread, for callers without an event loop."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from qkit.errors import LifecycleError
 __all__ = ["LoopThread"]
 
 LOOP_DRAIN_SECONDS = 1.0
-"""How long ``close`` waits for tasks that it cancelled: a task may ignore its cancellation."""
+"""How long ``close`` waits for cancelled tasks; limited because a task may ignore cancellation."""
 
 R = TypeVar("R")
 
 
 class LoopThread(LoopCaller):
-    """Run an event loop in a daemon thread from construction until ``close``.
+    """Event loop that runs in a daemon thread from construction until ``close``.
 
-    Connections stay open between calls. Any other thread of this process may call it. A forked
-    process has no such thread: there ``submit`` and ``call`` raise and ``close`` does nothing.
+    Any other thread of this process may submit calls, and connections stay open between calls. In
+    a forked process the thread does not exist: ``submit`` and ``call`` raise ``LifecycleError``,
+    and ``close`` does nothing.
 
     Args:
         name: Name of the thread.
@@ -31,7 +32,7 @@ class LoopThread(LoopCaller):
 
     def __init__(self, name: str) -> None:
         super().__init__(asyncio.new_event_loop())
-        self._entry = threading.Lock()  # no call may enter a loop that is about to end
+        self._entry = threading.Lock()  # keeps calls out of a loop that is about to stop
         self._closed = False
         self._stopped = False
         self._ended = threading.Event()
@@ -43,39 +44,42 @@ class LoopThread(LoopCaller):
             raise
 
     def submit(self, work: Callable[[], Coroutine[object, object, R]]) -> LoopCall[R]:
-        """As ``LoopCaller.submit``; a call that is accepted always gets a result.
+        """Create a coroutine in the loop's thread and run it there as a task.
+
+        Every accepted call ends with a result or an error.
 
         Raises:
-            LifecycleError: The process was forked, or ``close`` was called before.
+            LifecycleError: The process was forked, or ``close`` was called.
         """
-        self.check_process()  # before the lock: another thread may have held it during the fork
+        self.check_process()  # before the lock, which another thread may have held during the fork
         with self._entry:
             if self._closed:
-                raise LifecycleError("the service was shut down before this call began")
+                raise LifecycleError("the service was shut down before this call started")
             return super().submit(work)
 
     def call(self, work: Callable[[], Coroutine[object, object, R]]) -> R:
-        """Create a coroutine in the loop, run it there and return its result.
+        """Create a coroutine in the loop's thread, run it there and return its result.
 
-        An interrupt of the waiting thread cancels the coroutine.
+        If the waiting thread is interrupted, the coroutine is cancelled.
 
         Raises:
-            LifecycleError: As ``submit``; or ``close`` cancelled the coroutine.
-            BaseException: What the coroutine raised, or what interrupted this thread.
+            LifecycleError: ``submit`` raised it, or ``close`` cancelled the coroutine.
+            BaseException: The coroutine failed with this error, or this thread was interrupted.
         """
         return self.submit(work).result()
 
     def close(self) -> None:
-        """Cancel what still runs, end the loop and wait for the thread; idempotent.
+        """Cancel all running tasks, stop the loop and wait for the thread; idempotent.
 
-        An interrupt ends the wait; the loop ends anyway.
+        An interrupt ends the wait, but the loop still stops.
         """
         if not self.in_own_process():
             return
-        with self._entry, suppress(RuntimeError):  # the loop is closed already
+        with self._entry, suppress(RuntimeError):  # raised if the loop is already closed
             self.loop.call_soon_threadsafe(self._stop)
             self._closed = True
-        # Not join alone: before Python 3.13 an interrupted join marks a running thread as ended.
+        # ``join`` alone is not enough: before Python 3.13 an interrupted join marks a running
+        # thread as ended.
         self._ended.wait()
         self._thread.join()
 
@@ -91,7 +95,7 @@ class LoopThread(LoopCaller):
             self._ended.set()
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Return this ``LoopThread``."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -100,14 +104,14 @@ class LoopThread(LoopCaller):
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, cancel the tasks that are left, then close it."""
+    """Run the loop until it is stopped, cancel the remaining tasks, then close the loop."""
     try:
         loop.run_forever()
     finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
+        remaining = asyncio.all_tasks(loop)
+        for task in remaining:
             task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.wait(left, timeout=LOOP_DRAIN_SECONDS))
+        if remaining:
+            loop.run_until_complete(asyncio.wait(remaining, timeout=LOOP_DRAIN_SECONDS))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()

@@ -1,6 +1,6 @@
-"""Backoff, and the retry loop of calls that meet a broken connection.
+"""Backoff, and retries of calls that fail because the backend is unavailable.
 
-The only module that imports tenacity.
+This is the only module that imports tenacity.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ T = TypeVar("T")
 
 
 class Backoff:
-    """Exponential waits: ``initial``, times ``multiplier`` after each failure, up to ``maximum``.
+    """Exponentially growing delays.
 
-    ``jitter`` is a fraction of the wait, added at random: never early, so that a broker under
-    repair is not met by everybody at once.
+    Args:
+        initial: First delay, in seconds.
+        multiplier: Factor from one delay to the next. Default: 2.
+        maximum: Longest delay before jitter is added, in seconds. Default: 60.
+        jitter: Largest random addition, as a fraction of the delay. It spreads the retries of
+            many clients. Default: 0.
+        uniform: Returns a random number between its two arguments. Default: ``random.uniform``.
 
     >>> [Backoff(initial=1, multiplier=2, maximum=5, jitter=0).after(n) for n in (1, 2, 3, 4)]
     [1.0, 2.0, 4.0, 5.0]
@@ -44,7 +49,7 @@ class Backoff:
         self._uniform = uniform
 
     def after(self, failures: int) -> float:
-        """How long to wait after that many failures in a row."""
+        """Return the delay in seconds after this many consecutive failures."""
         state = tenacity.RetryCallState(retry_object=_RETRY_OBJECT, fn=None, args=(), kwargs={})
         state.attempt_number = max(1, failures)
         return self(state)
@@ -54,7 +59,7 @@ class Backoff:
         return wait + self._uniform(0.0, self._jitter * wait) if self._jitter else wait
 
 
-_RETRY_OBJECT = tenacity.AsyncRetrying()  # a call state wants one; it is never run
+_RETRY_OBJECT = tenacity.AsyncRetrying()  # required by RetryCallState, never run
 
 
 async def retry_while_unavailable(
@@ -63,13 +68,25 @@ async def retry_while_unavailable(
     backoff: Backoff,
     on_failure: Callable[[QueueError], None],
 ) -> T:
-    """Await ``call()`` again and again while the connection fails; the caller sets the deadline.
+    """Await ``call()``, and retry it while the backend is unavailable.
 
-    An open circuit is not retried: it says itself when to come back. ``on_failure`` is called with
-    each failure.
+    The number of attempts is not limited; the caller sets a deadline.
+
+    Args:
+        call: Makes one attempt.
+        backoff: Delays between attempts.
+        on_failure: Called with the error of each attempt that will be retried.
+
+    Returns:
+        The result of the first successful attempt.
+
+    Raises:
+        CircuitOpen: The circuit breaker is open. This is not retried, because the breaker decides
+            when the next call is allowed.
+        QueueError: Any other error that is not ``BackendUnavailable``.
     """
 
-    def again(error: BaseException) -> bool:
+    def is_retryable(error: BaseException) -> bool:
         return isinstance(error, BackendUnavailable) and not isinstance(error, CircuitOpen)
 
     def before_sleep(state: tenacity.RetryCallState) -> None:
@@ -79,7 +96,7 @@ async def retry_while_unavailable(
 
     retrying = tenacity.AsyncRetrying(
         wait=backoff,
-        retry=tenacity.retry_if_exception(again),
+        retry=tenacity.retry_if_exception(is_retryable),
         before_sleep=before_sleep,
         reraise=True,
     )

@@ -1,4 +1,4 @@
-"""``Sent``, the result of a send; below ``errors``, because ``PartialSend`` holds it."""
+"""``Sent``: the result of a send, in its own module because ``errors`` imports it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ __all__ = ["Sent"]
 
 
 class Sent(NamedTuple):
-    """What a send returns once the broker has confirmed it.
+    """Result of a confirmed send.
 
-    ``position`` counts the messages ahead at equal or higher priority; it is ``None`` where the
-    broker does not know, or the message is delayed.
+    Attributes:
+        message_id: Id of the message.
+        position: Number of messages of equal or higher priority ahead of it in the queue; ``None``
+            if the broker does not report it or the message is delayed.
+
+    Example:
+        >>> from qkit import Settings, SyncQueueService
+        >>> with SyncQueueService(Settings(type="native")) as service:
+        ...     service.send("orders", {"id": 1}).position
+        0
     """
 
     message_id: str

@@ -1,11 +1,12 @@
-"""SIGTERM and SIGINT while ``run`` runs: the first drains, the second forces.
+"""Handling of SIGTERM and SIGINT while a service runs.
 
-The previous handlers are restored afterwards. After the second signal a blocked event loop gets
-two seconds less a little; then the signal's own default ends the process. No ``sys.exit`` here: a
-library must not decide that for its program.
+The first signal drains the service, the second forces it to stop. The previous signal handlers are
+restored afterwards. If the event loop is still blocked ``FORCED_EXIT_DELAY_SECONDS`` after the
+second signal, the default action of the signal ends the process. This module does not call
+``sys.exit``; that is up to the application.
 
-A signal interrupts the main thread anywhere, also inside a lock that is not re-entrant: one of
-logging's streams, ``threading.Event``, the list of threads. So the handler itself takes none.
+A signal can interrupt the main thread anywhere, even while it holds a lock that is not reentrant
+(in logging, in ``threading.Event``, in the list of threads). So the signal handler takes no lock.
 """
 
 from __future__ import annotations
@@ -30,9 +31,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def handle_signals(
     loop: asyncio.AbstractEventLoop, first: Callable[[str], None], second: Callable[[str], None]
 ) -> Generator[None, None, None]:
-    """Call ``first`` and then ``second`` in ``loop``, with the signal's name.
+    """Call ``first`` and then ``second`` in an event loop on SIGTERM and SIGINT.
 
-    Does nothing outside the main thread, where Python delivers no signals.
+    Does nothing outside the main thread, because Python delivers signals only there.
+
+    Args:
+        loop: Event loop in which the functions are called.
+        first: Called with the name of the first signal.
+        second: Called with the name of the second signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,18 +53,17 @@ def handle_signals(
         if count == 1:
             call_in_loop(first, name)
         elif count == 2:
-            # If the loop is blocked nothing else can end it: restore the default, signal again.
+            # If the loop is blocked, ``second`` never runs. So restore the default action, and
+            # send the signal again after a delay.
             signal.signal(number, signal.SIG_DFL)
-            _thread.start_new_thread(
-                kill_after_delay, (number,)
-            )  # threading.Timer would take locks
+            _thread.start_new_thread(kill_after_delay, (number,))  # threading.Timer takes locks
             call_in_loop(second, name)
 
-    def call_in_loop(whom: Callable[[str], None], name: str) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the end is near in any case
-            loop.call_soon_threadsafe(whom, name)
+    def call_in_loop(function: Callable[[str], None], name: str) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(function, name)
 
-    def kill_after_delay(number: int) -> None:  # pragma: no cover  # coverage sees no such thread
+    def kill_after_delay(number: int) -> None:  # pragma: no cover  # coverage misses this thread
         time.sleep(FORCED_EXIT_DELAY_SECONDS)
         if not over:
             os.kill(os.getpid(), number)
@@ -69,5 +74,5 @@ def handle_signals(
     finally:
         over = True
         for number, handler in previous.items():
-            # None: not set from Python, and so not to be restored from here.
+            # None means that the handler was not installed from Python and cannot be restored.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)

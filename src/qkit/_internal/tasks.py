@@ -1,4 +1,4 @@
-"""Tasks that must come to their end."""
+"""Helpers for cancelling asyncio tasks and waiting for them."""
 
 from __future__ import annotations
 
@@ -18,30 +18,37 @@ RECANCEL_INTERVAL_SECONDS: Final = 0.5
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they are done.
 
-    A cancellation can be swallowed on the way: Python 3.11's ``asyncio.wait_for`` does so when its
-    answer comes in the same turn of the loop, and drivers call it everywhere. A task that goes on
-    is therefore cancelled again, so this is not for one that has long to tidy up.
+    A cancellation can be lost: in Python 3.11, ``asyncio.wait_for`` swallows it if the awaited
+    result arrives in the same loop iteration, and the broker drivers use ``wait_for`` widely. So a
+    task that keeps running is cancelled again every ``RECANCEL_INTERVAL_SECONDS``. Do not use this
+    function for tasks with a long cleanup.
     """
-    left = {task for task in tasks if not task.done()}
-    while left:
-        for task in left:
+    remaining = {task for task in tasks if not task.done()}
+    while remaining:
+        for task in remaining:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=RECANCEL_INTERVAL_SECONDS)
+        _, remaining = await asyncio.wait(remaining, timeout=RECANCEL_INTERVAL_SECONDS)
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Await what must not be left half done, whoever is in a hurry."""
+    """Await a coroutine that must complete even if the caller is cancelled.
+
+    If the caller is cancelled, ``CancelledError`` is raised after the coroutine has finished.
+    """
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("it failed after it was cancelled: %r", error)
+            logger.warning("an operation failed after its caller was cancelled: %r", error)
         raise
 
 
 def retrieve_exception(future: asyncio.Future[Any]) -> None:
-    """Mark an exception as seen, as a done callback: those that waited for it may be gone."""
+    """Mark the exception of a future as retrieved; for use as a done callback.
+
+    This keeps asyncio from logging the exception if no task awaits the future any more.
+    """
     if not future.cancelled():
         future.exception()

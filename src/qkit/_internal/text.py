@@ -1,4 +1,4 @@
-"""Text that any broker, header and log can hold: control characters, surrogates, bounded errors."""
+"""Validation and escaping of text for brokers, headers and logs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ __all__ = ["MAX_ERROR_TEXT", "encodable", "error_text", "is_plain_text"]
 
 MAX_ERROR_TEXT = 2_000
 
-# Control characters and line ends, and lone surrogates, which no encoding can carry.
+# Control characters, line separators, and lone surrogates, which cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def is_plain_text(text: str) -> bool:
-    """Whether ``text`` has neither control characters nor anything that cannot be encoded."""
+    """Return whether ``text`` has no control characters and can be encoded as UTF-8."""
     return _CONTROL.search(text) is None
 
 
 def encodable(text: str) -> str:
-    r"""Return ``text`` with every lone surrogate as ``\udNNN``, so that UTF-8 can encode it.
+    r"""Escape every lone surrogate as ``\udNNN``, so that the text can be encoded as UTF-8.
 
     >>> encodable("caf\udce9")
     'caf\\udce9'
@@ -27,10 +27,10 @@ def encodable(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """An error's text as a header or a log can hold it: bounded, control characters visible."""
+    """Return the text of an error, limited in length and with control characters escaped."""
     try:
         text = str(error)
-    except Exception:  # a handler's exception may be broken itself; its message must still be kept
-        text = "(this error cannot be shown: its __str__ failed)"
+    except Exception:  # a user's __str__ may fail, but the dead letter must be written
+        text = "(the error has no text: its __str__ failed)"
     escaped = _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     return escaped if len(escaped) <= MAX_ERROR_TEXT else f"{escaped[: MAX_ERROR_TEXT - 1]}…"

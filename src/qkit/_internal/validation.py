@@ -1,4 +1,4 @@
-"""Describe the errors of a pydantic model to a caller."""
+"""Readable descriptions of pydantic validation errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MAX_NAME_LENGTH: Final = 80
 
 
 def describe_errors(error: ValidationError, whole: str) -> str:
-    """Name each field and what is wrong with it; never repeat a value.
+    """Describe the first ``MAX_PROBLEMS`` validation errors in one line, without input values.
 
     Args:
-        error: what the validation of a model raised.
-        whole: name of the input as a whole, for a problem of no single field.
+        error: Validation error of a model.
+        whole: Name of the whole input, for a problem that does not concern a single field.
 
     >>> from pydantic import BaseModel
     >>> class Order(BaseModel):

@@ -1,4 +1,4 @@
-"""Administration on top of any backend: queues and dead letters.
+"""Administration of queues and dead letters, the same for every backend.
 
-May import: ``consuming``, ``sending`` and what lies below them; no backend.
+May import: ``consuming``, ``sending`` and the packages below them; no backend.
 """

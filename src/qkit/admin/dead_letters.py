@@ -1,4 +1,4 @@
-"""A channel's dead letters: look at them, send them again, throw them away."""
+"""``DeadLetters``: list, replay and purge the dead letters of a channel."""
 
 from __future__ import annotations
 
@@ -12,18 +12,38 @@ from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["DeadLetters"]
 
-REPLAY_BATCH_SIZE = 100
-MAX_LISTED = 1_000_000
+REPLAY_BATCH_SIZE = 100  # messages
+MAX_LISTED = 1_000_000  # maximum number of dead letters that a filter searches
 
 
 class DeadLetters:
-    """The dead letters of one channel, as ``service.dead_letters(name)`` gives them.
+    """Access to the dead letters of one channel.
 
-    >>> async def give_them_another_chance(service):
-    ...     letters = service.dead_letters("orders")
-    ...     for letter in await letters.list(error="ConnectionError"):
-    ...         print(letter.message_id, letter.error, letter.attempts)
-    ...     return await letters.replay(error="ConnectionError")
+    ``service.dead_letters(name)`` returns it.
+
+    Args:
+        admin: The administration of the backend.
+        channel: The name of the channel.
+        queue: The name of the dead-letter queue on the broker.
+        send: Sends envelopes to the channel.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit import QueueService, Reject, Settings, consume
+        >>> from qkit.testing import TestService
+        >>> @consume("orders")
+        ... async def place(order: int) -> None:
+        ...     raise Reject("out of stock")
+        >>> service = QueueService(Settings(type="native"))
+        >>> service.register(place)
+        >>> async def main() -> None:
+        ...     async with TestService(service) as t:
+        ...         await t.send("orders", 7)
+        ...         await t.drain()
+        ...         for letter in await service.dead_letters("orders").list():
+        ...             print(letter.reason, letter.error)
+        >>> asyncio.run(main())
+        ExplicitNack out of stock
     """
 
     def __init__(
@@ -47,22 +67,41 @@ class DeadLetters:
         error: str | None = None,
         ids: Collection[str] | str | None = None,
     ) -> list[DeadLetter]:
-        """The oldest dead letters, up to ``limit``, without consuming them.
+        """Return dead letters without removing them, oldest first.
 
-        ``reason`` is one of ``Reason``; ``error`` matches the error's type, or a part of its text.
+        Args:
+            limit: The maximum number of dead letters. Default: 100.
+            reason: Only dead letters with this reason; see ``Reason``.
+            error: Only dead letters whose error has this type, or this text in its message.
+            ids: Only dead letters of these message ids.
+
+        Returns:
+            The dead letters. The list is empty if the channel has none.
+
+        Raises:
+            ValueError: ``limit`` is less than 1.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         print(await service.dead_letters("orders").list(error="TimeoutError"))
+            >>> asyncio.run(main())
+            []
         """
         if limit < 1:
-            raise ValueError(f"limit={limit!r}: ask for one or more")
-        chosen = {ids} if isinstance(ids, str) else None if ids is None else set(ids)
-        filtered = reason is not None or error is not None or chosen is not None
+            raise ValueError(f"limit={limit!r}: must be at least 1")
+        wanted_ids = {ids} if isinstance(ids, str) else None if ids is None else set(ids)
+        filtered = reason is not None or error is not None or wanted_ids is not None
         try:
             envelopes = await self._admin.peek(self._queue, MAX_LISTED if filtered else limit)
         except QueueNotFound:
-            return []  # it is made with the first dead letter, or by the first consumer
+            return []  # the first dead letter or the first consumer declares the queue
         letters = (
             replace(DeadLetter.from_envelope(item), channel=self._channel) for item in envelopes
         )
-        return [letter for letter in letters if _matches(letter, reason, error, chosen)][:limit]
+        return [letter for letter in letters if _matches(letter, reason, error, wanted_ids)][:limit]
 
     async def replay(
         self,
@@ -72,42 +111,63 @@ class DeadLetters:
         error: str | None = None,
         limit: int | None = None,
     ) -> int:
-        """Send dead letters to their channel again, oldest first; return how many.
+        """Send dead letters back to their channel, oldest first.
 
-        All of them, unless ``ids`` or a filter says which. A message keeps its id and starts over
-        at attempt 1. It is sent before it is removed here, so a crash in between duplicates it.
+        A message keeps its id and starts at attempt 1. It is sent before its dead letter is
+        removed, so a crash in between duplicates it. If a message of a topic failed in several
+        groups, all its dead letters are replayed together, each to its own group.
 
-        A topic's message may have failed in several groups: then all its letters go together,
-        each to its own group.
+        Args:
+            ids: Only dead letters of these message ids. Default: all.
+            reason: Only dead letters with this reason; see ``Reason``.
+            error: Only dead letters whose error has this type, or this text in its message.
+            limit: The maximum number of dead letters. Default: no limit.
+
+        Returns:
+            The number of dead letters that were replayed.
+
+        Raises:
+            PartialSend: Some messages were not confirmed. Their dead letters are kept.
+            ValueError: ``limit`` is less than 1.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         print(await service.dead_letters("orders").replay(error="TimeoutError"))
+            >>> asyncio.run(main())
+            0
         """
         letters = await self.list(
             MAX_LISTED if limit is None else limit, reason=reason, error=error, ids=ids
         )
         if any(letter.group is not None for letter in letters):
-            # They share the message's id, which is all that ``remove`` goes by: a letter of
-            # another group left out here would be removed unsent.
+            # ``remove`` selects by message id, which the letters of all groups share. Without this,
+            # the letter of another group could be removed without being sent.
             letters = await self.list(MAX_LISTED, ids={letter.message_id for letter in letters})
         by_id: dict[str, list[DeadLetter]] = {}
         for letter in letters:
             by_id.setdefault(letter.message_id, []).append(letter)
         groups = list(by_id.values())
         for start in range(0, len(groups), REPLAY_BATCH_SIZE):
-            together = groups[start : start + REPLAY_BATCH_SIZE]
-            await self._replay([letter for group in together for letter in group])
+            batch = groups[start : start + REPLAY_BATCH_SIZE]
+            await self._replay([letter for group in batch for letter in group])
         return len(letters)
 
     async def _replay(self, letters: Sequence[DeadLetter]) -> None:
-        # One removal for each letter: if a message fails again before that, the new letter has the
-        # same id and stays, because the oldest goes.
+        # ``remove`` deletes the oldest message with an id, once for each time the id is listed. If
+        # a message fails again before its letter is removed, the new letter is kept.
         try:
             await self._send([letter.to_replay() for letter in letters])
         except PartialSend as partial:
-            # What was accepted goes, or a second try would send it twice; unless another letter
-            # of its id was refused, for the oldest to go may be that one.
+            # Remove the letters whose messages were confirmed; otherwise a second replay would
+            # send them twice. Keep them if another letter with the same id was rejected, because
+            # ``remove`` might delete that one.
             results = list(zip(letters, partial.results, strict=True))
             kept = {letter.message_id for letter, item in results if not isinstance(item, Sent)}
-            gone = [letter.message_id for letter in letters if letter.message_id not in kept]
-            await self._admin.remove(self._queue, gone)
+            sent = [letter.message_id for letter in letters if letter.message_id not in kept]
+            await self._admin.remove(self._queue, sent)
             raise
         await self._admin.remove(self._queue, [letter.message_id for letter in letters])
 
@@ -118,18 +178,35 @@ class DeadLetters:
         reason: str | None = None,
         error: str | None = None,
     ) -> int:
-        """Delete them, all unless ``ids`` or a filter says which; return how many went.
+        """Delete dead letters.
 
-        Where a topic's message failed in several groups and a filter means some of its letters
-        only, they all stay: ``remove`` goes by the id, which they share.
+        If a message of a topic failed in several groups and the filters match only some of its dead
+        letters, all of them are kept, because they share the message id.
+
+        Args:
+            ids: Only dead letters of these message ids. Default: all.
+            reason: Only dead letters with this reason; see ``Reason``.
+            error: Only dead letters whose error has this type, or this text in its message.
+
+        Returns:
+            The number of dead letters that were deleted.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         print(await service.dead_letters("orders").purge())
+            >>> asyncio.run(main())
+            0
         """
         try:
             if ids is None and reason is None and error is None:
                 return await self._admin.purge(self._queue)
-            meant = await self._count(reason=reason, error=error, ids=ids)
-            found = await self._count(ids=set(meant))
-            gone = [id for id in meant.elements() if meant[id] == found[id]]
-            return await self._admin.remove(self._queue, gone)
+            matching = await self._count(reason=reason, error=error, ids=ids)
+            existing = await self._count(ids=set(matching))
+            purged = [id for id in matching.elements() if matching[id] == existing[id]]
+            return await self._admin.remove(self._queue, purged)
         except QueueNotFound:
             return 0
 

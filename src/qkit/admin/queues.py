@@ -1,4 +1,4 @@
-"""The administering half of a service: look into queues, empty them, delete them."""
+"""``QueueAdmin``: list, inspect, purge and delete the queues of a service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ __all__ = ["QueueAdmin"]
 
 
 class QueueAdmin:
-    """Translates names to the broker's and refuses what the backend does not offer."""
+    """Administration of queues by channel name.
+
+    Every method raises ``Unsupported`` if the backend lacks the feature.
+
+    Args:
+        wiring: The objects that the parts of the service share.
+        producer: Sends replayed dead letters.
+    """
 
     def __init__(self, wiring: Wiring, producer: Producer) -> None:
         self._backend = wiring.backend
@@ -26,20 +33,20 @@ class QueueAdmin:
         self._producer = producer
 
     async def queues(self) -> list[str]:
-        """The names of all queues, without the prefix."""
+        """Return the names of all queues, sorted and without the prefix."""
         prefix = self._settings.prefix
         names = await self._admin("queues").queues()
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     async def stats(self, name: str) -> QueueStats:
-        """A queue's figures."""
+        """Return the figures of a queue."""
         stats = await self._admin("stats", name, "depth").stats(self._queue(name))
         return replace(stats, queue=name)
 
     async def peek(self, name: str, limit: int) -> list[Message]:
-        """The next messages."""
+        """Return the next messages without consuming them."""
         if limit < 1:
-            raise ValueError(f"limit={limit!r}: ask for one or more")
+            raise ValueError(f"limit={limit!r}: must be at least 1")
         found = await self._admin("peek", name, "peek").peek(self._queue(name), limit)
         return [
             Message(
@@ -49,28 +56,28 @@ class QueueAdmin:
                 headers=item.headers,
                 key=item.key,
                 priority=item.priority,
-                attempt=max(1, item.attempt),  # one that waits for its first delivery has none yet
+                attempt=max(1, item.attempt),  # 0 before the first delivery
                 expires_at=item.expires_at,
             )
             for item in found
         ]
 
     async def purge(self, name: str) -> int:
-        """Delete what no consumer holds."""
+        """Delete the messages that are not in flight; return the number deleted."""
         return await self._admin("purge", name, "purge").purge(self._queue(name))
 
     async def delete(self, name: str) -> None:
-        """Delete the queue."""
+        """Delete the queue and all its messages; the next send declares it again."""
         await self._admin("delete", name, "delete").delete(self._queue(name))
         route = self._routes.get(name)
         if route is not None:
             route.declared = False
 
     def dead_letters(self, name: str) -> DeadLetters:
-        """A channel's dead letters."""
+        """Return access to the dead letters of a channel."""
         admin = self._admin("dead_letters", name, "dead_letters")
 
-        async def send_again(envelopes: Sequence[Envelope]) -> list[Sent]:
+        async def replay(envelopes: Sequence[Envelope]) -> list[Sent]:
             topic = any(GROUP in envelope.headers for envelope in envelopes)
             if isinstance(self._backend, UnheardReporting):
                 return await self._replay_heard(self._backend, name, envelopes, topic=topic)
@@ -80,16 +87,17 @@ class QueueAdmin:
             admin,
             channel=name,
             queue=self._settings.broker_name(self._settings.dead_letter_name(check_name(name))),
-            send=send_again,
+            send=replay,
         )
 
     async def _replay_heard(
         self, backend: UnheardReporting, name: str, envelopes: Sequence[Envelope], *, topic: bool
     ) -> list[Sent]:
-        """Replay one by one where messages without a subscriber are lost; those are refused.
+        """Replay one message at a time on a backend that discards messages without a subscriber.
 
-        A message that another send lost at the same moment may refuse one too many, never one too
-        few.
+        A discarded message counts as not sent, so that its dead letter is kept. If another message
+        is discarded at the same time, a delivered message may also count as not sent, but a
+        discarded message never counts as sent.
         """
         results: list[Sent | QueueError] = []
         for envelope in envelopes:
@@ -119,7 +127,7 @@ class QueueAdmin:
         able = feature is None or self._backend.capabilities.supports(feature)
         if not able or not isinstance(self._backend, Admin):
             raise Unsupported(
-                f"{self._backend.name} offers no {operation}",
+                f"{self._backend.name} does not support {operation}()",
                 backend=self._backend.name,
                 operation=operation,
                 queue=name,

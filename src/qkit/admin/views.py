@@ -1,7 +1,6 @@
-"""Messages and dead letters as people see them: on a page, or in a terminal.
+"""Views of messages and dead letters for the dashboard, the JSON API and the command line.
 
-A body is shown as text where it is text, opened if it was compressed, and never further than a
-screenful of it.
+A body is decompressed and shown as text if possible, up to ``MAX_PREVIEW_BYTES``.
 """
 
 from __future__ import annotations
@@ -18,25 +17,29 @@ from qkit.message import CONTENT_ENCODING, DeadLetter, Message, trace_id
 
 __all__ = ["BodyView", "DeadLetterView", "MessageView", "body_view"]
 
-MAX_PREVIEW_BYTES = 16_384  # bytes of a body; the rest is only counted
+MAX_PREVIEW_BYTES = 16_384  # of a decompressed body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyView:
-    """A body that can be shown: as text, or as base64 where it is none.
+    """A body as text, or as base64 if it is binary.
 
-    ``size`` is that of the message; ``cut`` says that ``content`` is not all of it.
+    Attributes:
+        format: The format of ``content``.
+        content: The text of the body.
+        size: The size of the body as sent, in bytes.
+        truncated: Whether ``content`` is only the beginning of the body.
     """
 
     format: Literal["json", "text", "base64"]
     content: str
     size: int
-    cut: bool = False
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageView:
-    """A message that waits."""
+    """A message that is waiting in a queue."""
 
     id: str
     body: BodyView
@@ -50,7 +53,7 @@ class MessageView:
 
     @classmethod
     def of(cls, message: Message) -> MessageView:
-        """A message as it was peeked."""
+        """Return the view of a message."""
         return cls(
             id=message.id,
             body=body_view(message.body, message.headers),
@@ -66,7 +69,7 @@ class MessageView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterView:
-    """A message that failed for good."""
+    """A dead letter as shown to users."""
 
     id: str
     channel: str
@@ -86,7 +89,7 @@ class DeadLetterView:
 
     @classmethod
     def of(cls, letter: DeadLetter) -> DeadLetterView:
-        """A letter as it lies in its queue."""
+        """Return the view of a dead letter."""
         return cls(
             id=letter.message_id,
             channel=letter.channel,
@@ -107,32 +110,31 @@ class DeadLetterView:
 
 
 def body_view(body: bytes, headers: Mapping[str, str]) -> BodyView:
-    """A body for people, never more than a page's worth of it.
+    """Return the view of a body, truncated to ``MAX_PREVIEW_BYTES``.
 
     >>> body_view(b'{"id": 1}', {}).format
     'json'
     """
-    opened = _opened(body, headers)
-    shown, cut = opened[:MAX_PREVIEW_BYTES], len(opened) > MAX_PREVIEW_BYTES
+    data = _decompressed(body, headers)
+    shown, truncated = data[:MAX_PREVIEW_BYTES], len(data) > MAX_PREVIEW_BYTES
     try:
         text = shown.decode()
     except UnicodeDecodeError as error:
-        if not (
-            cut and error.start > MAX_PREVIEW_BYTES - 4
-        ):  # a character cut in two is no binary body
+        # A text body may be cut in the middle of a character.
+        if not (truncated and error.start > MAX_PREVIEW_BYTES - 4):
             encoded = base64.b64encode(shown).decode()
-            return BodyView(format="base64", content=encoded, size=len(body), cut=cut)
+            return BodyView(format="base64", content=encoded, size=len(body), truncated=truncated)
         text = shown[: error.start].decode()
     return BodyView(
-        format="text" if cut or not _is_json(text) else "json",
+        format="text" if truncated or not _is_json(text) else "json",
         content=text,
         size=len(body),
-        cut=cut,
+        truncated=truncated,
     )
 
 
-def _opened(body: bytes, headers: Mapping[str, str]) -> bytes:
-    """The beginning of the body as it was before gzip; as it is if it cannot be opened."""
+def _decompressed(body: bytes, headers: Mapping[str, str]) -> bytes:
+    """Return the decompressed beginning of a gzip body; any other body unchanged."""
     if headers.get(CONTENT_ENCODING, "").lower() not in {"gzip", "x-gzip"}:
         return body
     try:

@@ -1,5 +1,6 @@
-"""Implementations of the backend boundary.
+"""Backends: one package per broker, and one for the native engine.
 
-Each package is imported when its backend is opened, so that none needs another's driver.
-May import: ``backend``, ``settings``, ``native`` and what lies below them; no policy.
+A package is imported when its backend is opened, so only that backend's driver must be installed.
+May import: ``backend``, ``settings``, ``native`` and the packages below them, but not ``sending``
+or ``consuming``.
 """

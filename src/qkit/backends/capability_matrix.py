@@ -1,7 +1,7 @@
-"""The capability matrix: what each backend can do, as data.
+"""Capability matrix: how each backend supports each feature.
 
-A backend declares exactly its column. The suite runs the scenarios of every supported cell, and
-proves that an unsupported one is refused at start-up.
+A backend takes its ``Capabilities`` from its column. For each column, the conformance suite tests
+the supported features and checks that a service that needs an unsupported one does not start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = (
     "redis-pubsub",
 )
 
-# A feature that is partly the broker's and partly qkit's own counts as emulated.
+# A feature that the broker provides only in part counts as emulated.
 _ROWS: dict[str, tuple[Support, ...]] = {
     "queues": (N, N, N, N, N, N, N, X),
     "durable": (X, N, N, N, N, N, N, X),
@@ -54,4 +54,4 @@ MATRIX: MappingProxyType[str, Capabilities] = MappingProxyType(
         for index, column in enumerate(COLUMNS)
     }
 )
-"""Capabilities by column: ``MATRIX["redis-list"].lease``."""
+"""Capabilities of each column, for example ``MATRIX["redis-list"].lease``."""

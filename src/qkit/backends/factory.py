@@ -1,4 +1,4 @@
-"""From settings to a backend: built in, or a third party's by the entry point ``qkit.backends``."""
+"""Backend factory for built-in backends and third-party backends from entry points."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ __all__ = ["open_backend"]
 
 
 def open_backend(settings: Settings, clock: Clock) -> Backend:
-    """The backend that the settings choose, not yet started.
+    """Return the backend that ``settings.type`` selects, not yet started.
 
-    A third party's entry point is called with the settings and returns a ``Backend``.
+    A third-party backend is looked up in the entry-point group ``qkit.backends``. Its entry point
+    is called with the settings and must return a ``Backend``.
+
+    Args:
+        settings: Settings of the service.
+        clock: Clock of the service; not passed to third-party backends.
+
+    Raises:
+        ConfigError: The type is unknown, or its client library is not installed.
     """
     opener = _BUILT_IN.get(settings.type)
     if opener is not None:
@@ -25,8 +33,8 @@ def open_backend(settings: Settings, clock: Clock) -> Backend:
         make: Callable[[Settings], Backend] = entry.load()
         return make(settings)
     raise ConfigError(
-        f"type {settings.type!r}: this version of qkit does not carry that backend yet; "
-        f"it has {', '.join(_BUILT_IN)}"
+        f"unknown backend type {settings.type!r}: use one of {', '.join(_BUILT_IN)}, or install "
+        "a package that provides it"
     )
 
 

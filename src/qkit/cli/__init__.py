@@ -1,6 +1,6 @@
-"""The ``qkit`` command: run workers, send, look into queues, replay dead letters.
+"""The ``qkit`` command: run workers, send messages, inspect queues, replay dead letters.
 
-It needs the extra ``cli``: see docs/install.md. ``qkit --help`` tells the rest.
+Requires the extra ``cli``; see docs/install.md. ``qkit --help`` lists the commands.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; the entry point of ``qkit``."""
+    """Run the command line; entry point of ``qkit``."""
     try:
         from qkit.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``python -m qkit.cli``: the same as ``qkit``; how a supervisor starts its workers."""
+"""``python -m qkit.cli``: same as ``qkit``. The supervisor starts its workers with it."""
 
 from qkit.cli import main
 

@@ -1,4 +1,4 @@
-"""The command's parts, put together."""
+"""The Typer application with all commands."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from qkit.cli.terminal import out
 
 __all__ = ["app"]
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help=(
-        "One way to work with queues on every broker: run workers, send, look, replay.\n\n"
+        "Run workers, send messages, inspect queues and replay dead letters.\n\n"
         "Settings come from [bold]QKIT_*[/] variables, [bold]./qkit.toml[/] or [bold]--config[/]."
     ),
     no_args_is_help=True,
@@ -23,24 +23,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_WORK, _LOOK, _TELL = "Work", "Look and tidy", "Tell"
-app.command(rich_help_panel=_WORK)(worker.run)
-app.command(rich_help_panel=_WORK)(worker.web)
-app.command(rich_help_panel=_WORK)(messages.send)
-app.command(rich_help_panel=_WORK)(messages.consume)
-app.command("queues", rich_help_panel=_LOOK)(queues.list_queues)
-app.command(rich_help_panel=_LOOK)(queues.stats)
-app.command(rich_help_panel=_LOOK)(messages.peek)
-app.command(rich_help_panel=_LOOK)(queues.purge)
-app.add_typer(dead_letters.app, name="dlq", rich_help_panel=_LOOK)
-app.command(rich_help_panel=_TELL)(info.health)
-app.command(rich_help_panel=_TELL)(info.capabilities)
-app.command(rich_help_panel=_TELL)(info.asyncapi)
-app.add_typer(info.config_app, name="config", rich_help_panel=_TELL)
+_MESSAGES, _QUEUES, _INFO = "Workers and messages", "Queues", "Information"
+app.command(rich_help_panel=_MESSAGES)(worker.run)
+app.command(rich_help_panel=_MESSAGES)(worker.web)
+app.command(rich_help_panel=_MESSAGES)(messages.send)
+app.command(rich_help_panel=_MESSAGES)(messages.consume)
+app.command("queues", rich_help_panel=_QUEUES)(queues.list_queues)
+app.command(rich_help_panel=_QUEUES)(queues.stats)
+app.command(rich_help_panel=_QUEUES)(messages.peek)
+app.command(rich_help_panel=_QUEUES)(queues.purge)
+app.add_typer(dead_letters.app, name="dlq", rich_help_panel=_QUEUES)
+app.command(rich_help_panel=_INFO)(info.health)
+app.command(rich_help_panel=_INFO)(info.capabilities)
+app.command(rich_help_panel=_INFO)(info.asyncapi)
+app.add_typer(info.config_app, name="config", rich_help_panel=_INFO)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         out.print(f"qkit {qkit.__version__}")
         raise typer.Exit
 
@@ -48,7 +48,8 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Accept the options that precede a command."""

@@ -1,4 +1,4 @@
-"""What every command shares: its options, its settings, its service, and how it fails."""
+"""Options, settings, service and error handling that all commands share."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Form = Literal["words", "json", "log"]
-"""How a command says that it failed."""
+ErrorFormat = Literal["text", "json", "log"]
+"""How a command reports an error: as text, as JSON, or in the log."""
 
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 LOGGERS = ("qkit", "aiormq", "aio_pika", "aiokafka", "redis")
@@ -51,66 +51,70 @@ Config = Annotated[
     Path | None,
     typer.Option(
         "--config", "-c", envvar="QKIT_CONFIG", metavar="FILE", rich_help_panel="Settings",
-        help="A TOML file; else ./qkit.toml if there is one. QKIT_* variables win over it.",
+        help="Settings file (TOML); default ./qkit.toml. QKIT_* variables override it.",
     ),
 ]  # fmt: skip
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Turn a command's errors into a message and an exit code, without a traceback."""
+    """Decorate a command so that errors become a message and an exit code, not a traceback."""
 
     @functools.wraps(function)
     def handle_errors(*arguments: P.args, **options: P.kwargs) -> None:
-        form: Form = "words"
+        error_format: ErrorFormat = "text"
         if options.get("as_json"):
-            form = "json"
+            error_format = "json"
         elif options.get("log_json"):
-            form = "log"
+            error_format = "log"
         try:
             function(*arguments, **options)
         except ConfigError as error:
-            raise _fail(error, USAGE_ERROR, form) from None
+            raise _fail(error, USAGE_ERROR, error_format) from None
         except (QueueError, ValueError, OSError) as error:
-            raise _fail(error, FAILED, form) from None
+            raise _fail(error, FAILED, error_format) from None
         except (KeyboardInterrupt, asyncio.CancelledError):
             raise typer.Exit(INTERRUPTED) from None
 
     return handle_errors
 
 
-def _fail(error: Exception, code: int, form: Form) -> typer.Exit:
-    if isinstance(error, BrokenPipeError):  # `qkit peek … | head`: the reader had enough
+def _fail(error: Exception, code: int, error_format: ErrorFormat) -> typer.Exit:
+    if isinstance(error, BrokenPipeError):  # `qkit peek … | head` closed the pipe
         sys.stderr.close()
         return typer.Exit(0)
-    if form == "log":
+    if error_format == "log":
         logger.error("%s", str(error) or type(error).__name__)
-    elif form == "json":
+    elif error_format == "json":
         print_json({"error": {"type": type(error).__name__, "message": str(error)}})
     else:
         text = safe(str(error) or type(error).__name__)
-        err.print(Text("error ", style="bold red").append(text, style="default not bold"))
+        err.print(Text("error: ", style="bold red").append(text, style="default not bold"))
     return typer.Exit(code)
 
 
 def find_settings(config: Path | None) -> Settings:
-    """The settings that a command works with: a file, the environment, or both."""
+    """Return the settings of a command, from a file and the environment."""
     file = _file(config)
     return Settings() if file is None else Settings.load(file)
 
 
 def use_config(config: Path | None) -> None:
-    """Make a program and its workers read their settings from this file."""
+    """Make this process and its worker processes read their settings from this file.
+
+    Raises:
+        ConfigError: The file does not exist.
+    """
     file = _file(config)
     if file is not None:
         if not file.is_file():
-            raise ConfigError(f"--config {file}: there is no such file")
+            raise ConfigError(f"--config {file}: no such file")
         os.environ["QKIT_CONFIG"] = str(file.resolve())
 
 
 def _passive_settings(config: Path | None) -> Settings:
-    """Return the settings of a command that declares no queue."""
+    """Return the settings of a command that declares no queues."""
     file = _file(config)
     if file is None:
         return Settings(declare="passive", dead_letter={"enabled": False})
@@ -123,7 +127,7 @@ def _file(config: Path | None) -> Path | None:
 
 
 def run(main: Coroutine[object, object, T]) -> T:
-    """Run to the end, on uvloop if it is installed."""
+    """Run a coroutine to completion, on uvloop if it is installed."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -136,10 +140,12 @@ def run(main: Coroutine[object, object, T]) -> T:
 async def service(
     config: Path | None, *, declares: bool = False
 ) -> AsyncGenerator[QueueService, None]:
-    """A service without handlers, for looking and sending; connected while the context lasts.
+    """Open a service without handlers, connected while the context is open.
 
-    Unless it ``declares``, queues are used as they are: how often one is tried, or how many it
-    holds, is for the program that consumes it to say.
+    Args:
+        config: TOML file with the settings.
+        declares: Whether to declare queues. By default, queues are used as their consumers declared
+            them, so that a command does not impose options such as retries or limits.
     """
     async with service_on(config, declares=declares) as (running, _):
         yield running
@@ -149,15 +155,15 @@ async def service(
 async def service_on(
     config: Path | None, *, declares: bool = False
 ) -> AsyncGenerator[tuple[QueueService, Backend], None]:
-    """The same, with the backend of the service."""
+    """Open a service and its backend; see ``service``."""
     settings = find_settings(config) if declares else _passive_settings(config)
     if settings.type == "native" and settings.path is None:
         raise ConfigError(
-            "these settings keep queues in the memory of one process, where no command can look: "
-            "name a directory (QKIT_PATH=data), a broker (QKIT_TYPE and QKIT_URL), or a file "
-            "with such settings (--config)"
+            "these settings keep queues in the memory of one process, which a command cannot "
+            "reach: set a directory (QKIT_PATH=data), a broker (QKIT_TYPE and QKIT_URL), or a "
+            "settings file (--config)"
         )
-    # What a person should hear of comes as an error; a log beside a table only confuses.
+    # The command reports errors itself; log lines would clutter its output.
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     backend = open_backend(settings, SystemClock())
@@ -172,9 +178,13 @@ async def service_on(
 
 
 def confirm(question: str, yes: bool) -> bool:
-    """Ask before something is destroyed; without a terminal it is refused."""
+    """Ask for confirmation before a deletion; return whether it was given.
+
+    Raises:
+        ConfigError: Standard input is not a terminal, and ``yes`` is false.
+    """
     if yes:
         return True
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} Nobody is here to ask: repeat it with --yes")
+        raise ConfigError(f"{question} Cannot ask without a terminal: confirm with --yes")
     return typer.confirm(question, err=True)

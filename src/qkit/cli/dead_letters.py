@@ -1,4 +1,4 @@
-"""``dlq``: list, read, replay and purge what failed for good."""
+"""``dlq``: list, show, replay and purge dead letters."""
 
 from __future__ import annotations
 
@@ -38,32 +38,46 @@ from qkit.service import QueueService
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Dead letters: list, show, replay, purge.", no_args_is_help=True)
+app: typer.Typer = typer.Typer(
+    help="List, show, replay and purge dead letters.", no_args_is_help=True
+)
 
-ALL = 1_000_000
+MAX_SELECTED = 1_000_000
+COUNT_COLUMNS = ("queue", ">dead letters")  # a leading ``>`` aligns to the right
 UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
-Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The channel whose letters they are.")]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="These; else all.")]
+Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="Channel of the dead letters.")]
+Ids = Annotated[
+    list[str] | None, typer.Argument(metavar="ID", help="Ids of dead letters; default all.")
+]
 OfReason = Annotated[
     Reason | None,
-    typer.Option("--reason", "-r", help="Only with this reason."),
+    typer.Option("--reason", "-r", help="Only dead letters with this reason."),
 ]
 OfError = Annotated[
-    str | None, typer.Option("--error", "-e", help="Only with this error: its type, or some text.")
+    str | None,
+    typer.Option("--error", "-e", help="Only this error type, or errors that contain this text."),
 ]
 Older = Annotated[
-    str | None, typer.Option(metavar="AGE", help="Only what failed before: 90s, 10m, 2h, 7d.")
+    str | None, typer.Option(metavar="AGE", help="Only failures older than this: 90s, 10m, 2h, 7d.")
 ]
-Newer = Annotated[str | None, typer.Option(metavar="AGE", help="Only what failed since.")]
-Limit = Annotated[int | None, typer.Option("--limit", "-n", min=1, help="The oldest so many.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
-Rate = Annotated[float | None, typer.Option(min=0.01, help="So many a second at most.")]
+Newer = Annotated[str | None, typer.Option(metavar="AGE", help="Only failures newer than this.")]
+Limit = Annotated[
+    int | None,
+    typer.Option("--limit", "-n", min=1, help="Maximum number of dead letters, oldest first."),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Show the dead letters that would be affected; change nothing."),
+]
+Rate = Annotated[
+    float | None, typer.Option(min=0.01, help="Maximum number of dead letters per second.")
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which dead letters a command means."""
+    """Filters that select dead letters. Ages are in seconds; ``None`` selects all."""
 
     ids: list[str] | None
     reason: str | None
@@ -73,25 +87,27 @@ class Selection:
     limit: int | None
 
     async def of(self, running: QueueService, queue: str) -> list[DeadLetter]:
-        """Those letters, oldest first; ``MessageNotFound`` for an id that is not there.
+        """Return the selected dead letters, oldest first.
 
-        Raises ``QueueNotFound`` for a queue that is not there either.
+        Raises:
+            MessageNotFound: An id is not among the dead letters.
+            QueueNotFound: The queue does not exist.
         """
         await require_queue(running, queue)
         letters = await running.dead_letters(queue).list(
-            ALL, reason=self.reason, error=self.error, ids=self.ids or None
+            MAX_SELECTED, reason=self.reason, error=self.error, ids=self.ids or None
         )
         missing = set(self.ids or ()) - {letter.message_id for letter in letters}
         if missing:
             raise MessageNotFound(f"{queue} has no dead letter {', '.join(sorted(missing))}")
         now = time.time()
-        chosen = [
+        selected = [
             letter
             for letter in letters
             if (self.older_than is None or now - letter.last_failed_at >= self.older_than)
             and (self.newer_than is None or now - letter.last_failed_at <= self.newer_than)
         ]
-        return chosen[: self.limit]
+        return selected[: self.limit]
 
 
 def _selection(
@@ -109,7 +125,7 @@ def _selection(
 
 
 def seconds(option: str, text: str | None) -> float | None:
-    """An age as people write it.
+    """Parse an age such as ``90s``, ``10m``, ``2h`` or ``7d``; return seconds.
 
     >>> seconds("--older-than", "2h")
     7200.0
@@ -118,7 +134,7 @@ def seconds(option: str, text: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
-        raise ConfigError(f"{option} {text!r}: write an age such as 90s, 10m, 2h or 7d")
+        raise ConfigError(f"{option}: expected an age such as 90s, 10m, 2h or 7d, got {text!r}")
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -126,7 +142,10 @@ def seconds(option: str, text: str | None) -> float | None:
 @command
 def list_letters(
     queue: Annotated[
-        str | None, typer.Argument(metavar="QUEUE", help="Else a count of all.")
+        str | None,
+        typer.Argument(
+            metavar="QUEUE", help="Channel; if omitted, the dead letters of all queues are counted."
+        ),
     ] = None,
     reason: OfReason = None,
     error: OfError = None,
@@ -136,7 +155,7 @@ def list_letters(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """List dead letters; without a queue, how many each queue has."""
+    """List the dead letters of a queue, or count those of all queues."""
     if queue is None:
         _count_all(config, as_json)
         return
@@ -150,9 +169,9 @@ def list_letters(
     if as_json:
         print_json([asdict(DeadLetterView.of(letter)) for letter in letters])
     elif not letters:
-        print_note(f"{queue} has no such dead letters.", "dim")
+        print_note(f"{queue} has no matching dead letters.", "dim")
     else:
-        _print(letters)
+        _print_list(letters)
 
 
 def _count_all(config: Path | None, as_json: bool) -> None:
@@ -164,15 +183,15 @@ def _count_all(config: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(counts)
     elif not counts:
-        print_note("No dead letters anywhere.", "green")
+        print_note("No queue has dead letters.", "green")
     else:
         rows = [
             (Text(name, style="bold"), number(letters, "red")) for name, letters in counts.items()
         ]
-        out.print(table(("queue", ">dead letters"), rows))
+        out.print(table(COUNT_COLUMNS, rows))
 
 
-def _print(letters: list[DeadLetter]) -> None:
+def _print_list(letters: list[DeadLetter]) -> None:
     for letter in letters:
         facts = [
             Text(safe(letter.reason), style="red"),
@@ -190,11 +209,11 @@ def _error(letter: DeadLetter) -> str:
 @command
 def show(
     queue: Queue,
-    id: Annotated[str, typer.Argument(metavar="ID")],
+    id: Annotated[str, typer.Argument(metavar="ID", help="Id of the dead letter.")],
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one dead letter whole: error, attempts, times, headers, body."""
+    """Show a dead letter: error, attempts, times, headers and body."""
 
     async def main() -> DeadLetter:
         async with service(config) as running:
@@ -206,7 +225,7 @@ def show(
         return
     facts: dict[str, object] = {
         "id": view.id,
-        "queue": view.channel,
+        "channel": view.channel,
         "group": view.group,
         "reason": view.reason,
         "error": ": ".join(part for part in (view.error_type, view.error) if part),
@@ -245,7 +264,7 @@ def replay(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send dead letters to their queue again, all unless a filter says which."""
+    """Replay dead letters: all, or those that match the filters."""
     find_settings(config).require_mode()
     selection = _selection(ids, reason, error, older_than, newer_than, limit)
 
@@ -254,9 +273,9 @@ def replay(
             letters = await selection.of(running, queue)
             if not letters or dry_run:
                 return letters, len(letters)
-            again = running.dead_letters(queue).replay
+            replay = running.dead_letters(queue).replay
             ids = [letter.message_id for letter in letters]
-            return letters, await _replay_in_batches(ids, again, rate)
+            return letters, await _replay_in_batches(ids, replay, rate)
 
     _report(*run(main()), queue, "replayed", dry_run, as_json)
 
@@ -276,7 +295,7 @@ def purge(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete dead letters for good, all unless a filter says which."""
+    """Delete dead letters: all, or those that match the filters."""
     selection = _selection(ids, reason, error, older_than, newer_than, limit)
 
     async def main() -> tuple[list[DeadLetter], int] | None:
@@ -284,12 +303,12 @@ def purge(
             letters = await selection.of(running, queue)
             if not letters or dry_run:
                 return letters, len(letters)
-            question = f"Delete {count(len(letters), 'dead letter')} of {queue} for good?"
+            question = f"Permanently delete {count(len(letters), 'dead letter')} of {queue}?"
             if not confirm(question, yes):
                 return None
-            # By their ids also when they are all: what failed meanwhile was not asked about.
-            chosen = {item.message_id for item in letters}
-            return letters, await running.dead_letters(queue).purge(chosen)
+            # Purge by id even if all are selected: the user has not confirmed later dead letters.
+            ids = {item.message_id for item in letters}
+            return letters, await running.dead_letters(queue).purge(ids)
 
     answer = run(main())
     if answer is None:
@@ -301,8 +320,8 @@ def purge(
 async def _replay_in_batches(
     ids: list[str], replay: Callable[[list[str]], Awaitable[int]], rate: float | None
 ) -> int:
-    """Replay in batches, at most ``rate`` a second, with a progress bar; return how many."""
-    ids = list(dict.fromkeys(ids))  # a topic's letters of one message go together
+    """Replay at most ``rate`` dead letters per second; return how many were replayed."""
+    ids = list(dict.fromkeys(ids))  # several groups may have a dead letter of the same message
     batch_size = len(ids) if rate is None else max(1, int(rate / 4))
     loop = asyncio.get_running_loop()
     began, replayed = loop.time(), 0
@@ -323,17 +342,17 @@ async def _replay_in_batches(
 def _report(
     letters: list[DeadLetter], done: int, queue: str, verb: str, dry_run: bool, as_json: bool
 ) -> None:
-    """What was meant, and how many of them it befell: others may have been at it as well."""
+    """Print how many dead letters were processed and, for a dry run, the selected ones."""
     if as_json:
         ids = [letter.message_id for letter in letters]
         print_json({"queue": queue, verb: done, "dry_run": dry_run, "message_ids": ids})
         return
     if dry_run and letters:
-        _print(letters)
+        _print_list(letters)
     reasons = ", ".join(
         f"{number} {name}" for name, number in Counter(item.reason for item in letters).items()
     )
     would = "would be " if dry_run else ""
     suffix = f" ({reasons})" if reasons and done == len(letters) else ""
-    suffix += f" of {len(letters):,} that were listed" if done < len(letters) else ""
+    suffix += f" of {len(letters):,} selected" if done < len(letters) else ""
     print_note(f"{count(done, 'dead letter')} of {queue} {would}{verb}{suffix}.", "green")

@@ -1,4 +1,4 @@
-"""``health``, ``capabilities``, ``config`` and ``asyncapi``: what is, without changing it."""
+"""``health``, ``capabilities``, ``config`` and ``asyncapi``: read-only information."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from qkit.backends.capability_matrix import COLUMNS, MATRIX
 from qkit.backends.factory import open_backend
 from qkit.cli.common import AsJson, Config, command, find_settings, run, service, use_config
 from qkit.cli.target import load
-from qkit.cli.terminal import out, print_json, print_note, safe, table
+from qkit.cli.terminal import count, out, print_json, print_note, safe, table
 from qkit.errors import ConfigError
 from qkit.observability.health import Health
 from qkit.settings.model import Settings
 
 __all__ = ["asyncapi", "capabilities", "config_app", "health"]
 
-config_app = typer.Typer(help="Check and show the settings.", no_args_is_help=True)
+config_app: typer.Typer = typer.Typer(help="Check and show the settings.", no_args_is_help=True)
 
 MARKS = {"native": ("●", "green"), "emulated": ("◐", "yellow"), "unsupported": ("–", "dim")}
 
@@ -34,18 +34,20 @@ MARKS = {"native": ("●", "green"), "emulated": ("◐", "yellow"), "unsupported
 def health(
     url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Ask a running worker's pages instead of the broker."),
+        typer.Option(metavar="URL", help="URL of a running worker to check instead of the broker."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait for the worker's response.")
+    ] = 5.0,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell whether the broker answers, or a worker is ready: exit code 0, else 1.
+    """Check the broker or a worker; exit with code 0 if it is ready, otherwise 1.
 
     [dim]qkit health · qkit health --url http://127.0.0.1:8710[/]
     """
     if url is not None:
-        ready, facts = _ask_worker(url, timeout)
+        ready, facts = _check_worker(url, timeout)
     else:
 
         async def main() -> Health:
@@ -67,31 +69,34 @@ def health(
         raise typer.Exit(1)
 
 
-def _ask_worker(url: str, timeout: float) -> tuple[bool, dict[str, Any]]:
-    """What ``/health`` and ``/readyz`` say; no answer is a no as well."""
+def _check_worker(url: str, timeout: float) -> tuple[bool, dict[str, Any]]:
+    """Return the readiness of a worker and the response of its ``/readyz``."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url!r}: write it with http:// or https://")
+        raise ConfigError(f"--url: expected an http:// or https:// URL, got {url!r}")
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/readyz", timeout=timeout) as answer:
-            return True, json.load(answer)
+        with urllib.request.urlopen(f"{url.rstrip('/')}/readyz", timeout=timeout) as response:
+            return True, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
             try:
                 return False, json.load(error)
             except ValueError:
-                return False, {"reason": f"it answered {error.code}"}
+                return False, {"reason": f"the worker responded with status {error.code}"}
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        return False, {"reason": f"no answer from {url}: {reason}"}
+        return False, {"reason": f"no response from {url}: {reason}"}
 
 
 @command
 def capabilities(
-    all_backends: Annotated[bool, typer.Option("--all", help="Of every backend.")] = False,
+    all_backends: Annotated[bool, typer.Option("--all", help="Show all backends.")] = False,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the chosen backend can do; what it cannot is refused at start-up."""
+    """Show the capabilities of the backend.
+
+    A service that needs an unsupported feature fails to start or to send.
+    """
     if all_backends:
         columns = {name: MATRIX[name].as_dict() for name in COLUMNS}
     else:
@@ -105,24 +110,24 @@ def capabilities(
     features = next(iter(columns.values()))
     rows = [
         [Text(feature.replace("_", " "), style="bold")]
-        + [_support(column[feature], words=len(columns) == 1) for column in columns.values()]
+        + [_support(column[feature], named=len(columns) == 1) for column in columns.values()]
         for feature in features
     ]
     names = [name.replace("-", "\n") if all_backends else name for name in columns]
     out.print(table(("", *names), rows, gap=1 if all_backends else None))
     if len(columns) > 1:
-        print_note("● native to the backend  ◐ emulated by qkit  – refused at start-up", "dim")
+        print_note("● native to the backend  ◐ emulated by qkit  – unsupported", "dim")
 
 
-def _support(support: str, *, words: bool) -> Text:
+def _support(support: str, *, named: bool) -> Text:
     mark, style = MARKS[support]
-    return Text(f"{mark} {support}" if words else mark, style=style)
+    return Text(f"{mark} {support}" if named else mark, style=style)
 
 
 @config_app.command("check")
 @command
 def check(config: Config = None, as_json: AsJson = False) -> None:
-    """Check the settings without connecting: exit code 0 if they can work, else 2."""
+    """Check the settings without connecting; exit with code 0 if they are valid, otherwise 2."""
     settings = find_settings(config)
     if as_json:
         print_json({"valid": True, "backend": settings.backend_key})
@@ -133,34 +138,34 @@ def check(config: Config = None, as_json: AsJson = False) -> None:
 @config_app.command("show")
 @command
 def show(
-    everything: Annotated[bool, typer.Option("--all", help="The defaults as well.")] = False,
+    include_defaults: Annotated[bool, typer.Option("--all", help="Include defaults.")] = False,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the settings as they are merged; secrets are hidden."""
+    """Show the merged settings; secrets are hidden."""
     settings = find_settings(config)
-    values = visible(settings, everything)
+    values = visible(settings, include_defaults)
     if as_json:
         print_json(values)
         return
-    rows = [(Text(name, style="bold"), _shown(value)) for name, value in _flat(values)]
+    rows = [(Text(name, style="bold"), _shown(value)) for name, value in _flatten(values)]
     out.print(table(("setting", "value"), rows))
 
 
-def visible(settings: Settings, everything: bool) -> dict[str, Any]:
-    """The settings for people: what differs from the defaults, passwords hidden."""
-    whole: dict[str, Any] = json.loads(settings.model_dump_json())
-    if everything:
-        return whole
+def visible(settings: Settings, include_defaults: bool) -> dict[str, Any]:
+    """Return the settings that differ from the defaults, or all of them, with secrets hidden."""
+    values: dict[str, Any] = json.loads(settings.model_dump_json())
+    if include_defaults:
+        return values
     changed = {"type"} | {name for name, _ in settings.__repr_args__()}
-    return {name: value for name, value in whole.items() if name in changed}
+    return {name: value for name, value in values.items() if name in changed}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
     for name, value in values.items():
         if isinstance(value, dict):
-            found += _flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
+            found += _flatten(cast("dict[str, Any]", value), f"{prefix}{name}.")
         else:
             found.append((f"{prefix}{name}", value))
     return found
@@ -172,20 +177,23 @@ def _shown(value: object) -> str | Text:
 
 @command
 def asyncapi(
-    target: Annotated[str, typer.Argument(metavar="MODULE:SERVICE")],
-    title: Annotated[str, typer.Option(help="The document's title.")] = "qkit service",
-    version: Annotated[str, typer.Option(help="The version of your service.")] = "0.1.0",
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:SERVICE", help="Service, or a function that returns one."),
+    ],
+    title: Annotated[str, typer.Option(help="Title of the document.")] = "qkit service",
+    version: Annotated[str, typer.Option(help="Version of your service.")] = "0.1.0",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write it to a file.")
+        Path | None, typer.Option("--output", "-o", help="Write the document to this file.")
     ] = None,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the AsyncAPI 3 document of a service, from its handlers."""
+    """Print the AsyncAPI 3 document of a service."""
     use_config(config)
-    made = document(load(target), title=title, version=version)
+    asyncapi_document = document(load(target), title=title, version=version)
     if output is None:
-        print_json(made)
+        print_json(asyncapi_document)
     else:
-        output.write_text(f"{json.dumps(made, indent=2)}\n")
-        print_note(f"{output}: {len(made['channels'])} channels.", "green")
+        output.write_text(f"{json.dumps(asyncapi_document, indent=2)}\n")
+        print_note(f"{output}: {count(len(asyncapi_document['channels']), 'channel')}.", "green")

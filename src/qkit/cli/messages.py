@@ -1,4 +1,4 @@
-"""``send``, ``peek`` and ``consume``: messages in, a look at them, and out again."""
+"""``send``, ``peek`` and ``consume``: send, show and receive messages."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ from qkit.wiring import Wiring
 __all__ = ["consume", "peek", "send"]
 
 SEND_BATCH_SIZE = 500
-MAX_HELD = 1_000  # messages that ``consume`` holds without --ack
+MAX_IN_FLIGHT = 1_000  # messages in flight in ``consume`` without --ack
 
-Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The channel's name.")]
+Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="Name of the channel.")]
 
 
 @command
@@ -61,37 +61,47 @@ def send(
     queue: Queue,
     body: Annotated[
         str | None,
-        typer.Argument(metavar="JSON", help="The body; none or -: a line of stdin each."),
+        typer.Argument(
+            metavar="JSON", help="Body; if omitted or -, each line of stdin is a message."
+        ),
     ] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="Send what is in a file, as one message.")
+        Path | None, typer.Option("--file", "-f", help="Send the content of a file as one message.")
     ] = None,
     lines: Annotated[
-        Path | None, typer.Option("--lines", help="Send each line of a file; - is stdin.")
+        Path | None,
+        typer.Option("--lines", help="Send each line of a file as a message; - is stdin."),
     ] = None,
-    priority: Annotated[int | None, typer.Option(help="Higher comes first.")] = None,
-    delay: Annotated[float | None, typer.Option(help="Seconds before it is delivered.")] = None,
-    ttl: Annotated[float | None, typer.Option(help="Seconds after which it expires.")] = None,
-    key: Annotated[str | None, typer.Option(help="Messages of one key keep their order.")] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Priority; a higher number is delivered first.")
+    ] = None,
+    delay: Annotated[
+        float | None, typer.Option(help="Seconds until the message may be delivered.")
+    ] = None,
+    ttl: Annotated[float | None, typer.Option(help="Seconds until the message expires.")] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Messages with the same key keep their order.")
+    ] = None,
     header: Annotated[
-        list[str] | None, typer.Option("--header", "-H", metavar="NAME=VALUE", help="May repeat.")
+        list[str] | None,
+        typer.Option("--header", "-H", metavar="NAME=VALUE", help="Header; may be repeated."),
     ] = None,
     broadcast: Annotated[
-        bool, typer.Option("--broadcast", help="It is a topic: every group gets a copy.")
+        bool, typer.Option("--broadcast", help="Publish to a topic: every group receives a copy.")
     ] = False,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send messages: an argument, a file, or a line of stdin each.
+    """Send messages from an argument, a file or stdin.
 
     [dim]qkit send orders '{"id": 1}' · qkit send orders --priority 9 < orders.jsonl[/]
     """
     options = _send_options(priority, delay, ttl, key, header or [])
     bodies, total = _bodies(body, file, lines)
     find_settings(config).require_mode()
-    ids, unheard, remark = run(_send(queue, bodies, total, options, broadcast, config))
-    if remark:
-        print_note(remark, "yellow")
+    ids, unheard, note = run(_send(queue, bodies, total, options, broadcast, config))
+    if note:
+        print_note(note, "yellow")
     _report_sent(queue, ids, unheard, as_json)
 
 
@@ -117,11 +127,11 @@ def _send_options(
 def _bodies(
     body: str | None, file: Path | None, lines: Path | None
 ) -> tuple[Iterable[object], int | None]:
-    """Return the bodies to send, and how many there are if that is known."""
-    if body == "-" and lines is None:  # as other programs name their stdin
+    """Return the bodies to send, and their number if it is known."""
+    if body == "-" and lines is None:  # as in other programs, - means stdin
         body, lines = None, Path("-")
     if sum(source is not None for source in (body, file, lines)) > 1:
-        raise ConfigError("say once what to send: a JSON argument, --file or --lines")
+        raise ConfigError("give only one of: a JSON argument, --file, --lines")
     if body is not None:
         return [_parsed(body, "the argument")], 1
     if file is not None:
@@ -130,7 +140,7 @@ def _bodies(
 
 
 def _report_sent(queue: str, ids: list[str], unheard: int, as_json: bool) -> None:
-    """Print the ids, or how many; fail if messages had no subscriber."""
+    """Print the ids or the number of messages; exit with 1 if messages had no subscriber."""
     if as_json:
         summary: dict[str, object] = {"sent": len(ids), "message_ids": ids}
         print_json({**summary, "unheard": unheard} if unheard else summary)
@@ -141,7 +151,7 @@ def _report_sent(queue: str, ids: list[str], unheard: int, as_json: bool) -> Non
     if unheard:
         print_note(
             f"{unheard} of {count(len(ids), 'message')} had no subscriber and "
-            f"{'is' if unheard == 1 else 'are'} lost: Redis pub/sub keeps nothing.",
+            f"{'is' if unheard == 1 else 'are'} lost: Redis pub/sub does not store messages.",
             "red",
         )
         raise typer.Exit(FAILED)
@@ -155,9 +165,9 @@ async def _send(
     broadcast: bool,
     config: Path | None,
 ) -> tuple[list[str], int, str]:
-    """The ids of what was sent, how many had no subscriber, and a remark about the queue."""
+    """Send messages; return their ids, how many had no subscriber, and a note about the queue."""
     ids: list[str] = []
-    declares, remark = await _is_new(queue, config)
+    declares, note = await _is_new(queue, config)
     bar = Progress(
         TextColumn("sending"), BarColumn(), MofNCompleteColumn(),
         TaskProgressColumn(show_speed=True), console=err, transient=True,
@@ -167,19 +177,19 @@ async def _send(
         with bar:
             task = bar.add_task("sending", total=total)
             try:
-                for some in _groups(bodies):
-                    await _hand_over(running, queue, some, options, broadcast, ids)
+                for batch in _batches(bodies):
+                    await _send_batch(running, queue, batch, options, broadcast, ids)
                     bar.update(task, completed=len(ids))
             except Exception:
                 if ids or total != 1:
-                    print_note(f"{count(len(ids), 'message')} had been sent before.", "yellow")
+                    print_note(f"{count(len(ids), 'message')} sent before the error.", "yellow")
                 raise
     unheard = backend.unheard if isinstance(backend, UnheardReporting) else 0
-    return ids, unheard, remark
+    return ids, unheard, note
 
 
 async def _is_new(queue: str, config: Path | None) -> tuple[bool, str]:
-    """Whether a send has to declare it, and a remark if that makes a queue which nobody had."""
+    """Return whether the send must declare the queue, and a note if the queue does not exist."""
     async with service(config) as running:
         try:
             await running.stats(queue)
@@ -188,15 +198,15 @@ async def _is_new(queue: str, config: Path | None) -> tuple[bool, str]:
         except QueueNotFound:
             near = await suggest_name(running, queue)
             hint = f" Did you mean {near}?" if near else ""
-            return True, f"{queue} was not there before: this send made it.{hint}"
+            return True, f"{queue} did not exist: this send created it.{hint}"
         return False, ""
 
 
-async def _hand_over(
+async def _send_batch(
     running: QueueService, queue: str, bodies: list[object], options: SendOptions, broadcast: bool,
     ids: list[str],
 ) -> None:  # fmt: skip
-    """Send them, and put down the id of each that was accepted, also if another was not."""
+    """Send a batch; add the id of each confirmed message to ``ids``, even if others fail."""
     if broadcast:
         for body in bodies:
             ids.append((await running.publish(queue, body, **options)).message_id)
@@ -208,21 +218,23 @@ async def _hand_over(
         raise
 
 
-def _groups(bodies: Iterable[object]) -> Iterator[list[object]]:
-    some: list[object] = []
+def _batches(bodies: Iterable[object]) -> Iterator[list[object]]:
+    batch: list[object] = []
     for body in bodies:
-        some.append(body)
-        if len(some) == SEND_BATCH_SIZE:
-            yield some
-            some = []
-    if some:
-        yield some
+        batch.append(body)
+        if len(batch) == SEND_BATCH_SIZE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _lines(path: Path | None) -> tuple[Iterable[object], int | None]:
-    """A body for each line that is not empty, and how many there are if that is known."""
+    """Return a body for each line that is not empty, and the number of bodies if it is known."""
     if path is None and sys.stdin.isatty():
-        raise ConfigError("say what to send: a JSON argument, --file, --lines, or lines on stdin")
+        raise ConfigError(
+            "nothing to send: give a JSON argument, --file, --lines, or lines on stdin"
+        )
     if path is None or str(path) == "-":
         return (
             _parsed(line, f"line {at}") for at, line in enumerate(sys.stdin, 1) if line.strip()
@@ -238,27 +250,27 @@ def _parsed(text: str, where: str) -> object:
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where} is no JSON ({error}); text needs quotes of its own: '\"hello\"'"
-        ) from None
+        raise ConfigError(f"{where} is not JSON ({error}); quote text: '\"hello\"'") from None
     return value
 
 
 def _headers(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
-            raise ConfigError(f"--header {pair!r}: write NAME=VALUE")
+            raise ConfigError(f"--header: expected NAME=VALUE, got {pair!r}")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
 @command
 def peek(
     queue: Queue,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many.")] = 10,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, help="Maximum number of messages.")
+    ] = 10,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the next messages of a queue without taking them."""
+    """Show the next messages of a queue without consuming them."""
 
     async def main() -> list[Message]:
         async with service(config) as running:
@@ -268,7 +280,7 @@ def peek(
     if as_json:
         print_json([asdict(view) for view in found])
     elif not found:
-        print_note(f"Nothing waits in {queue}.", "dim")
+        print_note(f"{queue} has no ready messages.", "dim")
     else:
         for view in found:
             facts = [] if view.priority is None else [f"priority {view.priority}"]
@@ -280,28 +292,31 @@ def peek(
 @command
 def consume(
     queue: Queue,
-    ack: Annotated[bool, typer.Option("--ack", help="Take the messages away for good.")] = False,
+    ack: Annotated[
+        bool, typer.Option("--ack", help="Ack the messages, which removes them.")
+    ] = False,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="End after so many.")
+        int | None, typer.Option("--limit", "-n", min=1, help="Stop after this number of messages.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="End when nothing came for so many seconds.")
+        float | None, typer.Option(min=0, help="Stop after this many seconds without a message.")
     ] = None,
-    group: Annotated[str, typer.Option(help="The group to join, on a topic or on Kafka.")] = "qkit",
-    broadcast: Annotated[bool, typer.Option("--broadcast", help="It is a topic.")] = False,
+    group: Annotated[str, typer.Option(help="Group to join, for a topic or on Kafka.")] = "qkit",
+    broadcast: Annotated[bool, typer.Option("--broadcast", help="Consume a topic.")] = False,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
     """Print messages as they arrive, until Ctrl-C.
 
-    Without [bold]--ack[/] they are held while this runs and then given back, with no attempt
-    charged; it holds 1,000 at most, and ends with them. With [bold]--ack[/] they are gone.
+    Without [bold]--ack[/], messages stay in flight and are released at the end,
+    without counting an attempt. The command then stops after 1,000 messages.
     """
     show: Callable[[Envelope], None] = _show_json if as_json else _show
     seen = run(_consume(queue, ack, limit, timeout, group, broadcast, config, show))
-    what = "taken" if ack else "shown and given back"
-    full = "" if ack or limit is not None or seen < MAX_HELD else " It holds no more: see --ack."
-    print_note(f"{count(seen, 'message')} {what}.{full}", "dim")
+    action = "acked" if ack else "shown and released"
+    at_limit = not ack and limit is None and seen >= MAX_IN_FLIGHT
+    hint = " This is the limit without --ack." if at_limit else ""
+    print_note(f"{count(seen, 'message')} {action}.{hint}", "dim")
 
 
 async def _consume(
@@ -314,7 +329,8 @@ async def _consume(
     config: Path | None,
     show: Callable[[Envelope], None],
 ) -> int:
-    async with service(config) as running:  # first: it knows whether there is such a queue
+    async with service(config) as running:
+        # Raises QueueNotFound if there is no such queue: a subscription would create it.
         await running.stats(queue)
     settings = find_settings(config)
     clock = SystemClock()
@@ -327,25 +343,27 @@ async def _consume(
             queue=route.queue,
             group=group,
             consumer=f"{socket.gethostname()}-{os.getpid()}-cli",
-            prefetch=min(limit or MAX_HELD, MAX_HELD),
+            prefetch=min(limit or MAX_IN_FLIGHT, MAX_IN_FLIGHT),
             broadcast=broadcast,
             ack_deadline=settings.ack_deadline,
         )
         async with subscribe_raw(wiring, route, spec) as received:
             observer = _Observer(backend, received, settings.ack_deadline)
-            return await observer.run(ack, limit or (10**12 if ack else MAX_HELD), timeout, show)
+            return await observer.run(
+                ack, limit or (10**12 if ack else MAX_IN_FLIGHT), timeout, show
+            )
     finally:
         await backend.aclose()
 
 
 class _Observer:
-    """Receives, shows, and holds what it does not acknowledge until the end."""
+    """Receiver that prints messages; without ``ack``, they stay in flight until ``run`` ends."""
 
     def __init__(self, backend: Backend, received: RawSubscription, lease: float) -> None:
         self._received = received
         self._subscription = received.subscription
         self._lease = lease if backend.capabilities.lease else None
-        self._held: list[Delivery] = []
+        self._in_flight: list[Delivery] = []
 
     async def run(
         self, ack: bool, limit: int, timeout: float | None, show: Callable[[Envelope], None]
@@ -363,18 +381,18 @@ class _Observer:
                         if ack:
                             await self._subscription.ack(delivery)
                         else:
-                            self._held.append(delivery)
+                            self._in_flight.append(delivery)
         finally:
             renewing.cancel()
-            for delivery in self._held:
-                with suppress(QueueError):  # its lease is lost: it went back by itself
+            for delivery in self._in_flight:
+                with suppress(QueueError):  # the lease expired, which released the message
                     await self._subscription.release(delivery, 0.0, count_attempt=False)
         return seen
 
     async def _renew(self) -> None:
         while self._lease is not None:
             await asyncio.sleep(self._lease / 3)
-            for delivery in list(self._held):
+            for delivery in list(self._in_flight):
                 with suppress(QueueError):
                     await self._subscription.extend(delivery, self._lease)
 
@@ -390,7 +408,7 @@ def _show(envelope: Envelope) -> None:
 
 
 def _show_json(envelope: Envelope) -> None:
-    """One object a line, so that a program can read them as they come."""
+    """Print the message as one line of JSON, so that a program can read the stream."""
     record: dict[str, Any] = {
         "id": envelope.id,
         "body": asdict(body_view(envelope.body, envelope.headers)),

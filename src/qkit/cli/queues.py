@@ -1,9 +1,10 @@
-"""``queues``, ``stats`` and ``purge``: what there is, how it moves, and away with it."""
+"""``queues``, ``stats`` and ``purge``: list queues, show statistics, delete messages."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -32,12 +33,21 @@ from qkit.service import QueueService
 __all__ = ["list_queues", "purge", "stats"]
 
 Figures = dict[str, tuple[QueueStats, int]]
-"""By queue: its figures, and how many dead letters it has."""
+"""Figures and number of dead letters, by queue."""
+
+# A leading ``>`` aligns a column to the right.
+QUEUE_COLUMNS = ("queue", ">depth", ">in flight", ">scheduled", ">oldest", ">dead letters")
+STATS_COLUMNS = (
+    "queue", ">depth", ">in flight", ">scheduled", ">consumers", ">published", ">published/s",
+    ">acked", ">acked/s", ">oldest", ">dead letters",
+)  # fmt: skip
+RATES = {"published/s": "published_total", "acked/s": "acked_total"}
+TOTALS_AND_RATES_WIDTH = 110  # characters; a narrower terminal shows only the rates
 
 
 @command
 def list_queues(config: Config = None, as_json: AsJson = False) -> None:
-    """List every queue with what waits in it."""
+    """List queues with their depth and number of dead letters."""
 
     async def main() -> Figures:
         async with service(config) as running:
@@ -47,26 +57,26 @@ def list_queues(config: Config = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json([_record(*found[name]) for name in found])
     elif found:
-        out.print(_overview(found))
+        out.print(_queue_table(found))
     else:
         print_note(
-            "There are no queues yet. One is made by its first send, or by a consumer.", "dim"
+            "There are no queues yet. The first send or the first consumer creates one.", "dim"
         )
 
 
 @command
 def stats(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="QUEUE", help="These; else all.")
+        list[str] | None, typer.Argument(metavar="QUEUE", help="Queues to show; default all.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between samples.")] = 1.0,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a queue's figures, once or live.
+    """Show queue statistics, once or continuously.
 
-    With [bold]--watch --json[/] each look is one line.
+    With [bold]--watch --json[/] each sample is one line of JSON.
     """
     run(_stats(names or [], watch, every, config, as_json))
 
@@ -75,116 +85,121 @@ async def _stats(
     names: list[str], watch: bool, every: float, config: Path | None, as_json: bool
 ) -> None:
     async with service(config) as running:
-        before, at = await figures(running, names), time.monotonic()
+        current, at = await figures(running, names), time.monotonic()
         if not watch:
             if as_json:
-                print_json([_record(*item) for item in before.values()])
+                print_json([_record(*item) for item in current.values()])
             else:
-                out.print(_details(before, {}, 0.0))
+                out.print(_stats_table(current))
             return
         live = Live(console=out, auto_refresh=False, screen=False)
         with nullcontext() if as_json else live:
-            shown: Figures = {}
+            previous: Figures = {}
             while True:
                 if as_json:
-                    print_json_line([_record(*item) for item in before.values()])
+                    print_json_line([_record(*item) for item in current.values()])
                 else:
-                    live.update(_details(before, shown, time.monotonic() - at), refresh=True)
-                shown, at = before, time.monotonic()
+                    rates = _rates(current, previous, time.monotonic() - at)
+                    live.update(_stats_table(current, rates), refresh=True)
+                previous, at = current, time.monotonic()
                 await asyncio.sleep(every)
-                before = await figures(running, names)
+                current = await figures(running, names)
 
 
 @command
 def purge(
-    name: Annotated[str, typer.Argument(metavar="QUEUE")],
+    name: Annotated[str, typer.Argument(metavar="QUEUE", help="Name of the queue.")],
     config: Config = None,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete every message of a queue that no consumer holds."""
+    """Delete all messages of a queue that are not in flight."""
 
     async def main() -> int | None:
         async with service(config) as running:
             depth = (await running.stats(name)).depth
-            question = f"Delete {count(depth, 'message')} of {name} for good?"
+            question = f"Permanently delete {count(depth, 'message')} of {name}?"
             return await running.purge(name) if confirm(question, yes) else None
 
-    gone = run(main())
-    if gone is None:
+    purged = run(main())
+    if purged is None:
         print_note("Nothing was deleted.")
         raise typer.Exit(1)
     if as_json:
-        print_json({"queue": name, "purged": gone})
+        print_json({"queue": name, "purged": purged})
     else:
-        print_note(f"{count(gone, 'message')} deleted.", "green")
+        print_note(f"{count(purged, 'message')} deleted.", "green")
 
 
 async def figures(running: QueueService, names: list[str] | None = None) -> Figures:
-    """The figures of these queues, or of all but the dead letters'; by name."""
-    of = running.settings.dead_letter_name
+    """Return the figures of the named queues; by default, of all but dead-letter queues."""
+    dead_letter_name = running.settings.dead_letter_name
     if not names:
         known = set(await running.queues())
-        buried = {of(name) for name in known}
-        names = sorted(known - buried)
+        names = sorted(known - {dead_letter_name(name) for name in known})
     found: Figures = {}
     for name in names:
         try:
-            letters = (await running.stats(of(name))).depth
+            dead_letters = (await running.stats(dead_letter_name(name))).depth
         except QueueNotFound:
-            letters = 0
-        found[name] = await running.stats(name), letters
+            dead_letters = 0
+        found[name] = await running.stats(name), dead_letters
     return found
 
 
-def _record(stats: QueueStats, letters: int) -> dict[str, object]:
-    return {**asdict(stats), "dead_letters": letters}
+def _record(stats: QueueStats, dead_letters: int) -> dict[str, object]:
+    return {**asdict(stats), "dead_letters": dead_letters}
 
 
-def _overview(found: Figures) -> RenderableType:
-    return table(
-        ("queue", ">waiting", ">in flight", ">scheduled", ">oldest", ">dead letters"),
-        [
-            (
-                Text(name, style="bold"),
-                number(item.depth),
-                number(item.in_flight),
-                number(item.scheduled),
-                age(item.oldest_message_age_secs),
-                number(letters, "red"),
-            )
-            for name, (item, letters) in found.items()
-        ],
-    )
+def _cells(stats: QueueStats, dead_letters: int) -> dict[str, str | Text]:
+    """Return the figures of a queue by column."""
+    return {
+        "queue": Text(stats.queue, style="bold"),
+        "depth": number(stats.depth),
+        "in flight": number(stats.in_flight),
+        "scheduled": number(stats.scheduled),
+        "consumers": number(stats.consumers),
+        "published": number(stats.published_total),
+        "acked": number(stats.acked_total),
+        "oldest": age(stats.oldest_message_age_secs),
+        "dead letters": number(dead_letters, "red"),
+    }
 
 
-def _details(found: Figures, before: Figures, seconds: float) -> RenderableType:
-    """All figures; with an earlier look at them, how fast they move as well."""
+def _queue_table(found: Figures) -> RenderableType:
+    return _table(QUEUE_COLUMNS, [_cells(*item) for item in found.values()])
+
+
+def _stats_table(
+    found: Figures, rates: dict[str, dict[str, str | Text]] | None = None
+) -> RenderableType:
+    """Return the table of all figures, with rates if they are given.
+
+    A narrow terminal has no space for both totals and rates, so the totals are omitted.
+    """
+    left_out = {f">{name}" for name in RATES} if rates is None else set[str]()
+    if rates is not None and out.width < TOTALS_AND_RATES_WIDTH:
+        left_out = {">published", ">acked"}
+    columns = [name for name in STATS_COLUMNS if name not in left_out]
+    rows = [_cells(*item) | (rates or {}).get(name, {}) for name, item in found.items()]
+    return _table(columns, rows)
+
+
+def _rates(current: Figures, previous: Figures, seconds: float) -> dict[str, dict[str, str | Text]]:
+    """Return messages per second since the previous sample, by queue and column."""
 
     def rate(name: str, field: str) -> Text:
-        now = getattr(found[name][0], field)
-        then = getattr(before[name][0], field) if name in before else None
-        if now is None or then is None or seconds <= 0:
+        now = getattr(current[name][0], field)
+        before = getattr(previous[name][0], field) if name in previous else None
+        if now is None or before is None or seconds <= 0:
             return Text("–", style="dim")
-        return Text(f"{max(0, now - then) / seconds:,.1f}")
+        return Text(f"{max(0, now - before) / seconds:,.1f}")
 
-    def row(name: str, item: QueueStats, letters: int) -> list[str | Text]:
-        return [
-            Text(name, style="bold"),
-            number(item.depth),
-            number(item.in_flight),
-            number(item.scheduled),
-            number(item.consumers),
-            number(item.published_total),
-            rate(name, "published_total"),
-            number(item.acked_total),
-            rate(name, "acked_total"),
-            age(item.oldest_message_age_secs),
-            number(letters, "red"),
-        ]
+    return {
+        name: {column: rate(name, field) for column, field in RATES.items()} for name in current
+    }
 
-    columns = (
-        "queue", ">waiting", ">held", ">later", ">users", ">sent", ">/s", ">done", ">/s",
-        ">oldest", ">dead",
-    )  # fmt: skip
-    return table(columns, [row(name, *item) for name, item in found.items()])
+
+def _table(columns: Sequence[str], rows: list[dict[str, str | Text]]) -> RenderableType:
+    names = [column.removeprefix(">") for column in columns]
+    return table(columns, [[row[name] for name in names] for row in rows])

@@ -1,7 +1,7 @@
-"""Several worker processes: started, started again when they crash, and drained together.
+"""Supervisor that starts worker processes, restarts crashed ones and drains them at the end.
 
-Each worker holds the reading end of a pipe whose other end only the supervisor has. When the
-supervisor is gone, even by kill -9, the pipe closes and the workers drain by themselves.
+Each worker has the read end of a pipe, and only the supervisor has the write end. When the
+supervisor ends, even by SIGKILL, the pipe closes and the workers drain.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from qkit._internal.signals import handle_signals
 __all__ = ["Supervisor"]
 
 RESTART = Backoff(initial=1.0, multiplier=2.0, maximum=30.0, jitter=0.1)
-STABLE_AFTER_SECONDS = 30.0  # after which a worker's crash begins a new count
-CONFIG_ERROR_EXIT_CODE = 2  # of settings or a target that cannot work
+STABLE_AFTER_SECONDS = 30.0  # a crash after this uptime resets the backoff
+CONFIG_ERROR_EXIT_CODE = 2  # invalid settings or an invalid target
 
 
 class Supervisor:
-    """Runs one process for each of ``commands`` until it is told to stop.
+    """Supervisor of one process per command, until SIGTERM or SIGINT.
 
-    ``drain_timeout`` is how many seconds workers may drain before they are killed.
+    Args:
+        commands: Command line of each worker.
+        environment: Environment of the workers.
+        drain_timeout: Seconds that a worker may take to drain before it is killed.
+        restart: Delays between a crash and the restart. Default: 1 s, doubled up to 30 s.
     """
 
     def __init__(
@@ -47,28 +51,35 @@ class Supervisor:
         self._code = 0
 
     async def run(self) -> int:
-        """Supervise until SIGTERM or SIGINT; the exit code."""
+        """Supervise until SIGTERM or SIGINT; return the exit code."""
         loop = asyncio.get_running_loop()
-        with handle_signals(loop, self._first, self._second), _parent_pipe() as parent_pipe:
+        with (
+            handle_signals(loop, self._on_first_signal, self._on_second_signal),
+            _parent_pipe() as parent_pipe,
+        ):
             async with asyncio.TaskGroup() as tasks:
                 for number, command in enumerate(self._commands):
                     tasks.create_task(
-                        self._keep(
+                        self._supervise(
                             number, [*command, "--parent-pipe", str(parent_pipe)], parent_pipe
                         ),
                         name=f"qkit worker {number}",
                     )
         return self._code
 
-    def _first(self, name: str) -> None:
-        logger.info("%s: draining %d workers, a second signal forces", name, len(self._processes))
-        self._end()
+    def _on_first_signal(self, name: str) -> None:
+        logger.info(
+            "%s: draining %d workers; a second signal cancels running handlers",
+            name,
+            len(self._processes),
+        )
+        self._stop_all()
 
-    def _second(self, name: str) -> None:
-        logger.warning("%s again: not waiting for handlers", name)
-        self._signal(signal.SIGTERM)  # it is the workers' second too
+    def _on_second_signal(self, name: str) -> None:
+        logger.warning("%s again: cancelling running handlers", name)
+        self._signal(signal.SIGTERM)  # also the second signal for each worker
 
-    def _end(self) -> None:
+    def _stop_all(self) -> None:
         if not self._stop.is_set():
             self._stop.set()
             self._signal(signal.SIGTERM)
@@ -78,58 +89,58 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    async def _keep(self, number: int, command: Sequence[str], parent_pipe: int) -> None:
-        """One worker's life, and the next one's after it."""
-        crashes, lives = 0, 0
+    async def _supervise(self, number: int, command: Sequence[str], parent_pipe: int) -> None:
+        """Start a worker and restart it after each crash, until the supervisor stops."""
+        crashes, starts = 0, 0
         while not self._stop.is_set():
-            began, lives = time.monotonic(), lives + 1
+            started_at, starts = time.monotonic(), starts + 1
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=self._environment,
                 pass_fds=[parent_pipe],
-                # Ctrl-C in a terminal reaches everybody in the group; our word must be the first.
+                # Ctrl-C signals the whole process group; workers must receive only our signal.
                 start_new_session=True,
             )
             self._processes[number] = process
             logger.info("worker %d is process %d", number, process.pid)
-            if self._stop.is_set():  # the signal came while it was being started
+            if self._stop.is_set():  # a signal arrived during the start
                 process.send_signal(signal.SIGTERM)
             code = await self._wait(process)
             del self._processes[number]
             if self._stop.is_set():
-                # By the signal itself: it came before the worker had anything to drain.
+                # SIGTERM kills a worker that has not installed its signal handlers yet.
                 if code not in (0, -signal.SIGTERM):
-                    logger.error("worker %d did not drain well (%s)", number, _cause(code))
+                    logger.error("worker %d did not drain cleanly (%s)", number, _cause(code))
                     self._code = self._code or 1
                 return
             if code == 0:
-                logger.info("worker %d ended by itself", number)
+                logger.info("worker %d exited", number)
                 return
-            stable = time.monotonic() - began >= STABLE_AFTER_SECONDS
-            # One that worked before can work: its program ended itself like that, or was changed.
-            if code == CONFIG_ERROR_EXIT_CODE and lives == 1 and not stable:
-                logger.error("worker %d cannot work; ending the others", number)
+            stable = time.monotonic() - started_at >= STABLE_AFTER_SECONDS
+            # A worker that has run before has valid settings; its program chose this code.
+            if code == CONFIG_ERROR_EXIT_CODE and starts == 1 and not stable:
+                logger.error("worker %d cannot start; stopping the others", number)
                 self._code = code
-                self._end()
+                self._stop_all()
                 return
             crashes = 1 if stable else crashes + 1
             pause = self._restart.after(crashes)
             logger.error(
-                "worker %d crashed (%s), starting it again in %.1f s", number, _cause(code), pause
+                "worker %d crashed (%s); restarting in %.1f s", number, _cause(code), pause
             )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._stop.wait()
 
     async def _wait(self, process: asyncio.subprocess.Process) -> int:
-        """Its exit code; one that does not drain in time is killed."""
+        """Wait for a worker; kill it if it does not drain in time. Return its exit code."""
         ended = asyncio.ensure_future(process.wait())
         stopped = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({ended}, timeout=self._drain_timeout)
             if not ended.done():
-                logger.error("process %d did not end in time and is killed", process.pid)
+                logger.error("process %d did not drain in time; killing it", process.pid)
                 process.kill()
             return await ended
         finally:
@@ -142,10 +153,10 @@ def _cause(code: int) -> str:
 
 @contextlib.contextmanager
 def _parent_pipe() -> Generator[int, None, None]:
-    """Yield the reading end of a pipe that closes with this process."""
-    reading, writing = os.pipe()
+    """Yield the read end of a pipe that closes when this process ends."""
+    read_end, write_end = os.pipe()
     try:
-        yield reading
+        yield read_end
     finally:
-        os.close(reading)
-        os.close(writing)
+        os.close(read_end)
+        os.close(write_end)

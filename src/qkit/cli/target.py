@@ -1,4 +1,4 @@
-"""``module:service`` on the command line: the service that is meant, or why there is none."""
+"""Import of the service that a ``MODULE:SERVICE`` argument names."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ AnyService = QueueService | SyncQueueService
 
 
 def load(target: str) -> AnyService:
-    """Import the module and take the service from it; a function is called for it.
+    """Return the service that ``MODULE:SERVICE`` names, or that the named function returns.
 
-    Raises ``ConfigError`` with what could have been meant, or where the module itself failed.
+    Raises:
+        ConfigError: There is no such module or service, or the import or the call failed. The
+            message includes a suggestion or the line that failed.
     """
     path, _, name = target.partition(":")
     if not path or not name:
-        raise ConfigError(f"{target!r}: write MODULE:SERVICE, such as shop.worker:service")
+        raise ConfigError(f"expected MODULE:SERVICE, such as shop.worker:service, got {target!r}")
     module = _module(path, target)
     found: object = module
     for part in name.split("."):
@@ -36,7 +38,7 @@ def load(target: str) -> AnyService:
             hint = (
                 f"did you mean {path}:{(services or near)[0]}?"
                 if services or near
-                else "it has no service"
+                else "the module has no QueueService"
             )
             raise ConfigError(f"{path} has no {name!r}; {hint}")
         found = getattr(found, part)
@@ -48,13 +50,13 @@ def load(target: str) -> AnyService:
     if inspect.iscoroutine(found):
         found.close()
         raise ConfigError(
-            f"{target} is an async function; a service is made before there is a loop: write it "
-            "with def, and leave what must be awaited to the service's start"
+            f"{target} is an async function, but the service is created before the event loop "
+            "starts: define it with def, not async def; the service connects when it starts"
         )
     if not isinstance(found, AnyService):
         raise ConfigError(
-            f"{target} is {type(found).__name__}, no QueueService or SyncQueueService; name one, "
-            "or a function without arguments that makes one"
+            f"{target}: expected a QueueService or SyncQueueService, or a function without "
+            f"arguments that returns one, got {type(found).__name__}"
         )
     return found
 
@@ -67,20 +69,22 @@ def _module(path: str, target: str) -> ModuleType:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
-            raise _failed(
-                f"importing {path}", error
-            ) from error  # something that the module imports
-        file = " (leave out .py, and write dots for slashes)" if path.endswith(".py") else ""
+            # The module exists, but one of its own imports does not.
+            raise _failed(f"importing {path}", error) from error
+        file = (
+            " (write it without .py, with dots instead of slashes)" if path.endswith(".py") else ""
+        )
         raise ConfigError(
-            f"{target!r}: no module {error.name!r} in {here} or among the installed{file}"
+            f"{target!r}: there is no module {error.name!r} in {here} or among the installed "
+            f"packages{file}"
         ) from None
     except Exception as error:
         raise _failed(f"importing {path}", error) from error
 
 
 def _failed(what: str, error: Exception) -> ConfigError:
-    """The program's own mistake, with the place where it was made."""
+    """Return a ``ConfigError`` with the error of the imported program and the line that failed."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = frames and frames[-1].filename != __file__
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if theirs else ""
+    in_program = frames and frames[-1].filename != __file__
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if in_program else ""
     return ConfigError(f"{what} failed: {type(error).__name__}: {error}{place}")

@@ -1,7 +1,6 @@
-"""Words to the terminal: tables and JSON on stdout, everything else on stderr, nothing raw.
+"""Terminal output: tables and JSON on stdout, notes and errors on stderr.
 
-What comes out of a message may hold control characters that would steer the terminal; they are
-shown, never sent.
+Control characters in messages are escaped, because they could take control of the terminal.
 """
 
 from __future__ import annotations
@@ -36,17 +35,20 @@ __all__ = [
     "table",
 ]
 
-out = Console(highlight=False, soft_wrap=False)
-err = Console(stderr=True, highlight=False)
+MAX_SPACED_COLUMNS = 8  # a table with more columns has smaller gaps
+WIDE_TERMINAL = 100
 
-# Control characters except the line's end, and those that change the direction of writing.
+out: Console = Console(highlight=False, soft_wrap=False)
+err: Console = Console(stderr=True, highlight=False)
+
+# Control characters except newline, characters that change the text direction, and surrogates.
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def safe(text: object) -> str:
-    """Text that can do nothing to a terminal.
+    """Escape control characters, direction marks and surrogates.
 
     >>> safe("\\x1b[2Jgone")
     '\\\\x1b[2Jgone'
@@ -55,12 +57,12 @@ def safe(text: object) -> str:
 
 
 def print_note(text: str, style: str = "") -> None:
-    """Print a note to stderr, beside the output."""
+    """Print a note to stderr."""
     err.print(Text(safe(text), style=style))
 
 
 def print_json(value: object) -> None:
-    """A value as JSON, for programs; in colours if a person reads it."""
+    """Print a value as indented JSON, in colour on a terminal."""
     text = json.dumps(TypeAdapter[Any](Any).dump_python(value, mode="json"), indent=2)
     if out.is_terminal:
         out.print_json(text)
@@ -69,7 +71,7 @@ def print_json(value: object) -> None:
 
 
 def print_json_line(value: object) -> None:
-    """A value as one line of JSON, at once: for a program that reads as they come."""
+    """Print a value as one line of JSON and flush it, for programs that read a stream."""
     sys.stdout.write(f"{json.dumps(TypeAdapter[Any](Any).dump_python(value, mode='json'))}\n")
     sys.stdout.flush()
 
@@ -77,14 +79,22 @@ def print_json_line(value: object) -> None:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, gap: int | None = None
 ) -> Table:
-    """A table whose columns of numbers stand right: those named with a leading ``>``."""
+    """Build a table without borders.
+
+    Args:
+        columns: Titles of the columns; a leading ``>`` aligns a column to the right.
+        rows: Cells of each row.
+        gap: Spaces between columns. Default: 3, or fewer in a table with many columns, whose titles
+            also wrap so that it fits in 80 characters.
+    """
+    wide = len(columns) > MAX_SPACED_COLUMNS
     if gap is None:
-        gap = 3 if len(columns) <= 8 else 2  # names must fit beside many figures in 80 columns
+        gap = 3 if not wide else 2 if out.width >= WIDE_TERMINAL else 1
     made = Table(box=None, header_style="dim", pad_edge=False, padding=(0, gap, 0, 0))
     for column in columns:
         right = column.startswith(">")
         made.add_column(
-            column.removeprefix(">"),
+            _title(column, wrap=wide),
             justify="right" if right else "left",
             no_wrap=right,
             overflow="fold",
@@ -94,8 +104,13 @@ def table(
     return made
 
 
+def _title(column: str, *, wrap: bool) -> str:
+    title = column.removeprefix(">")
+    return title.replace(" ", "\n") if wrap else title
+
+
 def block(id: str, facts: Iterable[str | Text], text: str) -> Text:
-    """An entry that needs its width: what it is on one line, what it says below, indented."""
+    """Format an entry: id and facts on one line, with the text indented below."""
     entry = Text(id, style="bold")
     for fact in facts:
         entry.append("  ")
@@ -106,14 +121,14 @@ def block(id: str, facts: Iterable[str | Text], text: str) -> Text:
 
 
 def number(value: float | None, style: str = "") -> Text:
-    """A figure; a dash where nobody knows, faint where it is nothing."""
+    """Format a number: a dash if it is unknown, dim if it is zero."""
     if value is None:
         return Text("–", style="dim")
     return Text(f"{value:,}", style=style if value else "dim")
 
 
 def count(value: int, word: str) -> str:
-    """``1 message``, ``2 messages``.
+    """Format a count with its noun.
 
     >>> count(2, "message")
     '2 messages'
@@ -122,7 +137,7 @@ def count(value: int, word: str) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """A duration in its largest unit.
+    """Format a duration in one suitable unit.
 
     >>> age(7200)
     '2 h'
@@ -136,11 +151,11 @@ def age(seconds: float | None) -> str:
 
 
 def ago(at: float | None) -> str:
-    """How long ago a wall time was."""
+    """Format the time since a timestamp."""
     return "–" if at is None else f"{age(max(0.0, time.time() - at))} ago"
 
 
 def body_text(body: BodyView) -> str:
-    """A body as it is printed: JSON on one line, bytes in base64."""
-    cut = " …" if body.cut else ""
-    return f"{'base64:' if body.format == 'base64' else ''}{body.content}{cut}"
+    """Format a body: text and JSON unchanged, bytes as base64, with an ellipsis if truncated."""
+    ellipsis = " …" if body.truncated else ""
+    return f"{'base64:' if body.format == 'base64' else ''}{body.content}{ellipsis}"

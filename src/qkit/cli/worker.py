@@ -1,4 +1,4 @@
-"""``run`` and ``web``: a worker, several of them under a supervisor, or only the web pages."""
+"""``run`` and ``web``: run one or more workers, or only the dashboard."""
 
 from __future__ import annotations
 
@@ -29,33 +29,40 @@ __all__ = ["run", "web"]
 LAST_PORT = 65_535
 
 Port = Annotated[
-    int | None, typer.Option(min=0, max=LAST_PORT, help="Serve probes, metrics and dashboard here.")
+    int | None,
+    typer.Option(
+        min=0, max=LAST_PORT, help="Serve probes, metrics and the dashboard on this port."
+    ),
 ]
-Host = Annotated[str, typer.Option(help="The address to bind; loopback unless you say so.")]
+Host = Annotated[str, typer.Option(help="Address to bind.")]
 Token = Annotated[
     str | None,
-    typer.Option(envvar="QKIT_TOKEN", help="What a change on the pages needs; none: no changes."),
+    typer.Option(
+        envvar="QKIT_TOKEN",
+        help="Token required for changes; if omitted, the dashboard is read-only.",
+    ),
 ]
 Hosts = Annotated[
     list[str] | None,
     typer.Option(
         "--allow-host",
         metavar="NAME",
-        help="A name that the pages are reached by, beside loopback; * for all. May repeat.",
+        help="Accept requests for this host name in addition to loopback; * accepts any. "
+        "May be repeated.",
     ),
 ]
 ParentPipe = Annotated[
     int | None,
-    # A supervisor that was started before an upgrade passes the second name.
+    # A supervisor that was started before an upgrade still passes --lifeline.
     typer.Option("--parent-pipe", "--lifeline", hidden=True),
 ]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log lines of JSON.")]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log in JSON, one object per line.")]
+LogLevel = Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebOptions:
-    """Address, token and host names of a worker's web pages; without a port there are none."""
+    """Address, token and host names of the web app, which is served only if a port is given."""
 
     port: int | None
     host: str
@@ -63,7 +70,7 @@ class WebOptions:
     hosts: list[str]
 
     def of_worker(self, number: int) -> list[str]:
-        """Return the options of worker ``number``; the token goes through the environment."""
+        """Return the command-line options of worker ``number``, without the token."""
         if self.port is None:
             return []
         port = self.port + number if self.port else 0
@@ -73,8 +80,13 @@ class WebOptions:
 
 @command
 def run(
-    target: Annotated[str, typer.Argument(metavar="MODULE:SERVICE")],
-    workers: Annotated[int, typer.Option("--workers", "-w", min=1, max=256)] = 1,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:SERVICE", help="Service, or a function that returns one."),
+    ],
+    workers: Annotated[
+        int, typer.Option("--workers", "-w", min=1, max=256, help="Number of processes.")
+    ] = 1,
     port: Port = None,
     host: Host = "127.0.0.1",
     allow_host: Hosts = None,
@@ -85,10 +97,12 @@ def run(
     as_json: AsJson = False,
     parent_pipe: ParentPipe = None,
 ) -> None:
-    """Consume until SIGTERM or Ctrl-C, then drain; a second signal forces.
+    """Run workers until SIGTERM or Ctrl-C, then drain.
 
-    With several workers each is a process; one that crashes is started again, with growing pauses.
-    Worker number [bold]n[/] serves its pages on [bold]--port[/] + [bold]n[/], from 0.
+    A second signal cancels running handlers.
+
+    Each of several workers is a process, and a crashed worker is restarted.
+    Worker [bold]n[/], counted from 0, serves on [bold]--port[/] + [bold]n[/].
 
     [dim]qkit run shop.worker:service --workers 4 --port 8710 --log-json[/]
     """
@@ -106,16 +120,16 @@ def _supervise(
 ) -> int:
     if web_options.port is not None and web_options.port + workers - 1 > LAST_PORT:
         raise ConfigError(
-            f"--port {web_options.port} with {workers} workers goes beyond {LAST_PORT}, the last "
-            "port: each worker has its own"
+            f"--port {web_options.port} is too high for {workers} workers: each needs its own "
+            f"port, and the highest port is {LAST_PORT}"
         )
-    timeout = load(target).settings.shutdown.timeout  # and find out here whether it can work
+    timeout = load(target).settings.shutdown.timeout  # raises ``ConfigError`` for an invalid target
     commands: list[list[str]] = []
     for number in range(workers):
         words = [sys.executable, "-m", "qkit.cli", "run", target, "--log-level", log_level]
         words += ["--log-json"] if log_json else []
         commands.append([*words, *web_options.of_worker(number)])
-    # By the environment: a command line is for everybody on the machine to read.
+    # The token is passed in the environment, because every local user can read a command line.
     environment = os.environ | ({"QKIT_TOKEN": web_options.token} if web_options.token else {})
     return asyncio.run(Supervisor(commands, environment, drain_timeout=timeout + 10).run())
 
@@ -137,7 +151,7 @@ async def _work(
 
 @contextmanager
 def _in_this_loop(target: AnyService) -> Generator[QueueService, None, None]:
-    """The service to run; a ``SyncQueueService`` uses this loop, and keeps no thread for one."""
+    """Yield the service to run; a ``SyncQueueService`` uses this loop instead of its own thread."""
     if isinstance(target, SyncQueueService):
         with target.hosted() as service:
             yield service
@@ -163,13 +177,13 @@ async def _served(
     ) as address:
         if as_json:
             print_json({"address": address})
-        elif not log_json:  # there the log tells it, and every line is JSON
-            print_note(f"WebOptions: {address}")
+        elif not log_json:  # the log has the address, and all output must be JSON
+            print_note(f"Serving on {address}")
         yield
 
 
 def _stop_with_parent(parent_pipe: int, service: QueueService) -> None:
-    """Drain when the supervisor ends: however it ended, its end of the pipe is closed."""
+    """Stop the service when the supervisor ends, which closes the pipe."""
     loop = asyncio.get_running_loop()
 
     def on_closed() -> None:
@@ -183,7 +197,7 @@ def _stop_with_parent(parent_pipe: int, service: QueueService) -> None:
 @command
 def web(
     port: Annotated[
-        int, typer.Option(min=0, max=LAST_PORT, help="0 takes any that is free.")
+        int, typer.Option(min=0, max=LAST_PORT, help="Port to bind; 0 selects a free one.")
     ] = 8710,
     host: Host = "127.0.0.1",
     allow_host: Hosts = None,
@@ -191,7 +205,7 @@ def web(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve the dashboard by itself, beside whatever works on the queues."""
+    """Serve the dashboard without consuming messages."""
     web_options = WebOptions(port=port, host=host, token=token, hosts=allow_host or [])
 
     async def main() -> None:
@@ -203,18 +217,22 @@ def web(
 
 
 class SafeFormatter(logging.Formatter):
-    """Lines for people. What an error says may be a message's words; they steer no terminal."""
+    """Text formatter that escapes control characters, which errors may quote from messages."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text, its control characters made visible."""
+        """Format the record and escape its control characters."""
         return safe(super().format(record))
 
 
 def set_up_logs(log_json: bool, level: str) -> None:
-    """Logs to stderr: lines for people, or JSON for programs."""
+    """Log to stderr, as text or JSON.
+
+    Raises:
+        ConfigError: The level is unknown.
+    """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
-        raise ConfigError(f"--log-level {level!r}: choose debug, info, warning or error")
+        raise ConfigError(f"--log-level: expected debug, info, warning or error, got {level!r}")
     if log_json:
         handler: logging.Handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())

@@ -1,4 +1,4 @@
-"""Message bodies to bytes and back.
+"""Encoding and decoding of message bodies.
 
 May import: ``errors``, ``_internal``, ``message``, ``backend``.
 """

@@ -1,7 +1,7 @@
-"""Bodies to bytes and back: JSON through pydantic, plain ``bytes`` untouched, gzip on request.
+"""``Codec``: encodes bodies as JSON through pydantic, ``bytes`` unchanged, with optional gzip.
 
-A codec belongs to one declared type. Nothing is ever loaded by a name found in a message: there is
-no pickle, no YAML and no class path here, only JSON validated against a type the program chose.
+A codec belongs to one declared type. A message cannot choose which type is loaded: there is no
+pickle, no YAML and no class path, only JSON that is validated against the declared type.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _BYTES = "application/octet-stream"
 _RAW = (bytes, bytearray, memoryview)
 _MAX_DETAIL = 200
-_MAX_ERRORS = 1_000  # beyond it, even listing the errors would cost more than the message did
+_MAX_ERRORS = 1_000  # listing more errors would cost more than decoding the message
 _UTF8_BOM = b"\xef\xbb\xbf"
 _NO_FLOAT = frozenset({str, int, bool, NoneType})
 _MAY_BE_FLOAT = frozenset({"float", "any", "function-plain", "is-instance"})
@@ -50,20 +50,26 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 
 
 class Codec(Generic[T]):
-    """Encodes and decodes the bodies of one channel.
+    """Encoder and decoder for the bodies of one channel.
 
-    Models, dataclasses, TypedDicts and builtins travel as JSON, under their aliases and without
-    computed fields, so that what was sent decodes to the same. Without a type, a value is encoded
-    as what it is and decoded to plain JSON types.
+    Models, dataclasses, TypedDicts and builtin types are encoded as JSON, with aliases and without
+    computed fields, so that a body decodes to an equal value. Without a type, a value is encoded by
+    its own type and decoded to plain JSON types.
 
-    >>> codec = Codec(dict[str, int])
-    >>> codec.encode({"apples": 3})
-    (b'{"apples":3}', {})
-    >>> codec.decode(b'{"apples":3}', {})
-    {'apples': 3}
+    Args:
+        type_: Type of the bodies; ``None`` for any JSON value.
+        compression: ``"gzip"`` compresses encoded bodies. Default: no compression.
+        max_bytes: Maximum size of a body in bytes, before and after compression. Default: 1 MiB.
 
-    ``max_bytes`` bounds a body, compressed or not. Raises ``ConfigError`` for a type that pydantic
-    has no schema for.
+    Raises:
+        ConfigError: pydantic cannot create a schema for the type.
+
+    Example:
+        >>> codec = Codec(dict[str, int])
+        >>> codec.encode({"apples": 3})
+        (b'{"apples":3}', {})
+        >>> codec.decode(b'{"apples":3}', {})
+        {'apples': 3}
     """
 
     __slots__ = (
@@ -112,7 +118,7 @@ class Codec(Generic[T]):
     ) -> None:
         untyped = type_ in (None, Any, object)
         self._untyped = untyped
-        self.type_name = "any JSON value" if untyped else type_name(type_)
+        self.type_name: str = "any JSON value" if untyped else type_name(type_)
         self._compress = compression == "gzip"
         self._max_bytes = max_bytes
         self._raw = type_ if type_ in _RAW else None
@@ -121,16 +127,16 @@ class Codec(Generic[T]):
         adapter = _adapter(Any if untyped else bytes if self._raw else type_)
         self._validate_json = cast("Callable[[bytes], T]", adapter.validator.validate_json)
         self._validate = _identity if untyped else adapter.validator.validate_python
-        # round_trip: what is written must be valid input. "error": a field that was set to
-        # something else behind pydantic's back would only make it warn.
+        # round_trip: the output must be valid input. warnings="error": by default pydantic only
+        # warns about a field that was set to a value of another type without validation.
         self._serializer = adapter.serializer
         self._dump = (
             _dump_any
             if untyped
             else partial(self._serializer.to_json, by_alias=True, round_trip=True, warnings="error")
         )
-        # An instance of exactly this model was validated when it was made: it is only dumped. A
-        # plain dataclass never was, so its fields are validated here.
+        # An instance of exactly this model was validated when it was created, so it is only dumped.
+        # A plain dataclass was not, so its fields are validated before it is dumped.
         self._exact = type_ if hasattr(type_, "__pydantic_serializer__") else None
         self._class = type_ if is_dataclass(type_) else self._exact
         floats, modes = _float_modes(adapter.core_schema)
@@ -144,7 +150,7 @@ class Codec(Generic[T]):
     def any(
         cls, *, compression: Literal["gzip"] | None = None, max_bytes: int = 1 << 20
     ) -> Codec[object]:
-        """A codec without a declared type.
+        """Return a codec without a declared type.
 
         >>> Codec.any().decode(b"[1, 2]", {})
         [1, 2]
@@ -152,10 +158,14 @@ class Codec(Generic[T]):
         return Codec(None, compression=compression, max_bytes=max_bytes)
 
     def encode(self, value: T) -> tuple[bytes, dict[str, str]]:
-        """The body, and the headers that say how to read it: none for plain JSON.
+        """Encode a value as a message body.
 
-        Raises ``InvalidBody`` for a value that is not of the type or that JSON cannot express, and
-        ``PayloadTooLarge``.
+        Returns:
+            The body, and the headers that are needed to decode it; none for uncompressed JSON.
+
+        Raises:
+            InvalidBody: The value does not have the declared type, or JSON cannot represent it.
+            PayloadTooLarge: The body is larger than ``max_bytes``.
         """
         body: bytes | None = None
         checked: object = value
@@ -173,30 +183,32 @@ class Codec(Generic[T]):
                 if self._untyped:
                     writes_nan_literal = _writes_nan_literal(cast("type[BaseModel]", type(value)))
             except Exception:
-                body = None  # said below, outside, so that this error is not that one's context
+                body = None  # reported by _encode_checked, without this error as its context
         if body is None:
             body, checked = self._encode_checked(value)
-        # pydantic writes null for a float that JSON has no word for. (find: twice as fast as in.)
+        # pydantic writes null for nan and infinity. (find is twice as fast as in.)
         if self._may_hold_nan and (body.find(b"null") >= 0 or writes_nan_literal):
-            self._refuse_nan(checked)
+            self._reject_nan(checked)
         if self._compress or len(body) > self._max_bytes:
             return self._finish(body, {})
         return body, {}
 
     def _finish(self, body: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
-        """Compress if asked, within the limit before and after."""
+        """Check the size, and compress the body if compression is on."""
         check_size(body, self._max_bytes, "the body")
         if self._compress:
             body = compress(body)
             headers[CONTENT_ENCODING] = "gzip"
-            check_size(body, self._max_bytes, "the body in gzip")
+            check_size(body, self._max_bytes, "the compressed body")
         return body, headers
 
     def decode(self, body: bytes, headers: Mapping[str, str]) -> T:
-        """The value in a body, which may come from another program.
+        """Decode a body, which may come from another program.
 
-        Raises ``DecodeError``, in one line that never holds the whole body, and
-        ``PayloadTooLarge``.
+        Raises:
+            DecodeError: The body cannot be decoded to the declared type. The error text is one
+                line and never contains the whole body.
+            PayloadTooLarge: The body is larger than ``max_bytes``.
         """
         if CONTENT_ENCODING in headers or len(body) > self._max_bytes:
             body = decompress(body, headers, self._max_bytes)
@@ -219,14 +231,14 @@ class Codec(Generic[T]):
         except MemoryError:
             raise
         except Exception as exc:
-            # Programs on Windows like to put a byte order mark before their JSON.
+            # Some programs on Windows write a byte order mark before their JSON.
             if body.startswith(_UTF8_BOM) and not body.startswith(_UTF8_BOM * 2):
                 return self.decode(body[len(_UTF8_BOM) :], {})
             text = _details(exc)
         raise DecodeError(f"expected {self.type_name} as JSON: {text}")
 
     def _encode_checked(self, value: object) -> tuple[bytes, object]:
-        """Validate, then dump what validation made of it."""
+        """Validate a value and encode it; return the body and the validated value."""
         if self._raw is not None:
             raise InvalidBody(
                 f"expected {self.type_name}, got {type_name(type(value))}: encode it first"
@@ -238,14 +250,15 @@ class Codec(Generic[T]):
             raise
         except Exception as exc:
             text = _details(exc)
-        # Raised out here: pydantic's error, which repeats its input, must not be the context.
+        # Not raised in the except block: its context would be pydantic's error, which contains the
+        # input.
         raise InvalidBody(f"expected {self.type_name}, got {type_name(type(value))}: {text}")
 
-    def _refuse_nan(self, value: object) -> None:
-        """The body holds a null or the like: refuse it if a float that JSON lacks became one."""
+    def _reject_nan(self, value: object) -> None:
+        """Raise ``InvalidBody`` for nan or infinity in a value, which JSON cannot represent."""
         if _find_nan(value) is None:
             return
-        # Found in the object; what is written may differ, by a serializer of the user's.
+        # A custom serializer may write the number in another form, so check its output too.
         where = _find_nan(self._plain(value))
         if where is not None:
             place = f" at {_one_line('.'.join(where), 80)}" if where else ""
@@ -268,18 +281,20 @@ def _classify(content_type: str) -> tuple[Literal["json", "text", "bytes", "othe
 
 
 def _text(body: bytes, charset: str) -> str:
-    # A closed list: some of Python's codecs take quadratic time.
+    # Only these charsets are accepted, because some of Python's codecs take quadratic time.
     codec = _CHARSETS.get(charset)
     if codec is None:
         raise DecodeError(f"unknown charset {charset[:40]!r}: send UTF-8")
     try:
         return body.decode(codec)
     except UnicodeDecodeError as exc:
-        raise DecodeError(f"expected text in {codec}, got other bytes at {exc.start}") from None
+        raise DecodeError(
+            f"expected text in {codec}, got an invalid byte at offset {exc.start}"
+        ) from None
 
 
 def type_name(type_: object) -> str:
-    """A type as a person would write it.
+    """Return a type as it is written in source code.
 
     >>> type_name(dict[str, list[int] | None])
     'dict[str, list[int] | None]'
@@ -305,8 +320,8 @@ def _adapter(type_: object) -> TypeAdapter[Any]:
         return _cached_adapter(type_)
     except Exception as exc:
         raise ConfigError(
-            f"{_one_line(type_name(type_), 80)} cannot be a body: use a pydantic model, a "
-            "dataclass, a TypedDict, a builtin type or bytes "
+            f"{_one_line(type_name(type_), 80)} cannot be the type of a body: use a pydantic "
+            "model, a dataclass, a TypedDict, a builtin type or bytes "
             f"({type(exc).__name__}: {_one_line(str(exc).partition(chr(10))[0], _MAX_DETAIL)})",
             cause=exc,
         ) from exc
@@ -314,7 +329,7 @@ def _adapter(type_: object) -> TypeAdapter[Any]:
 
 @lru_cache(maxsize=256)
 def _cached_adapter(type_: Any) -> TypeAdapter[Any]:
-    # A plain dataclass never checked its fields, so its instances are validated as well.
+    # Also validate instances of plain dataclasses, which do not check their own fields.
     config = ConfigDict(revalidate_instances="always")
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(type_, config=config)
@@ -322,10 +337,11 @@ def _cached_adapter(type_: Any) -> TypeAdapter[Any]:
         if exc.code != "type-adapter-config-unused":
             raise
         adapter = TypeAdapter(type_)
-    # An unknown forward reference shows only when the validator is used: use it now.
+    # Access the validator now, because only this access raises an error for an unresolved forward
+    # reference.
     _ = adapter.validator.validate_json
     if adapter.core_schema["type"] in {"call", "callable"}:
-        raise TypeError("a function is no data")
+        raise TypeError("a function cannot be encoded")
     return adapter
 
 
@@ -341,12 +357,12 @@ def _plain_any(value: object) -> object:
 
 @lru_cache(maxsize=1_024)
 def _writes_nan_literal(model: type[BaseModel]) -> bool:
-    """Whether a model, or one in it, writes ``NaN``, which is no JSON."""
+    """Return whether a model, or a model in it, writes ``NaN``, which is not valid JSON."""
     return "constants" in _float_modes(model.__pydantic_core_schema__)[1]
 
 
 def _dump_any(value: object) -> bytes:
-    """A value as what it is; a model goes by its own rules."""
+    """Encode a value by its own type; encode a model with its own serializer."""
     if isinstance(value, BaseModel):
         serializer = value.__pydantic_serializer__
         return serializer.to_json(value, by_alias=True, round_trip=True, warnings="error")
@@ -354,18 +370,18 @@ def _dump_any(value: object) -> bytes:
 
 
 def _fields_of(value: object) -> object:
-    """A model's or dataclass's fields as input, since validation takes an instance unseen."""
+    """Return the fields of a model or dataclass, so that pydantic validates them again."""
     try:
         if isinstance(value, BaseModel):
             return value.model_dump(by_alias=True, round_trip=True, warnings=False)
         items = fields(cast("Any", value))
         return {item.name: getattr(value, item.name) for item in items if item.init}
     except Exception:
-        return value  # it cannot be dumped at all; dumping it again says why
+        return value  # cannot be dumped; validation or encoding in the caller reports why
 
 
 def _float_modes(schema: object) -> tuple[bool, set[object]]:
-    """Whether a float may be somewhere in the type, and what its models write for nan."""
+    """Return whether a type may contain a float, and the ways in which its models write nan."""
     floats = False
     modes: set[object] = set()
     stack = [schema]
@@ -384,7 +400,7 @@ def _float_modes(schema: object) -> tuple[bool, set[object]]:
 
 
 def _find_nan(value: object) -> list[str] | None:
-    """The way to a float that is not finite, if there is one."""
+    """Return the path to the first float that is not finite; ``None`` if there is none."""
     if isinstance(value, float):
         return None if math.isfinite(value) else []
     items: Iterable[tuple[object, object]]
@@ -392,7 +408,7 @@ def _find_nan(value: object) -> list[str] | None:
         items = cast("dict[object, object]", value).items()
     elif isinstance(value, (list, tuple, set, frozenset)):
         items = enumerate(cast("Iterable[object]", value))
-    elif hasattr(value, "__pydantic_fields_set__"):  # a model; isinstance would take a µs
+    elif hasattr(value, "__pydantic_fields_set__"):  # a model; isinstance would take 1 µs
         model = cast("BaseModel", value)
         if model.model_config.get("ser_json_inf_nan") == "strings":
             return None
@@ -402,16 +418,16 @@ def _find_nan(value: object) -> list[str] | None:
     else:
         return None
     for key, item in items:
-        # Most of what a body holds is told by its exact type, without a call.
+        # Check the exact type first, which saves a call for most values.
         if type(item) not in _NO_FLOAT and (where := _find_nan(item)) is not None:
             return [str(key), *where]
     return None
 
 
 def _details(exc: Exception) -> str:
-    """What pydantic or a user's validator found, in one bounded line without the values."""
+    """Describe an error of pydantic or of a custom validator in one short line, without values."""
     if not isinstance(exc, ValidationError):
-        # Serializers put the value in brackets after their complaint.
+        # Serializers append the value in brackets.
         text = str(exc).partition("[")[0].strip()
         return _one_line(f"{type(exc).__name__}: {text}" if text else type(exc).__name__)
     count = exc.error_count()

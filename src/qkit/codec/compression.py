@@ -1,4 +1,4 @@
-"""``content-encoding``: gzip and back, never beyond a limit. Private; see ``qkit.codec``."""
+"""Compression of bodies with gzip, with a limit on the decompressed size."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from qkit.message import CONTENT_ENCODING
 
 _STEP = 16_384
 _MAGIC = b"\x1f\x8b"
-# kombu and others name the charset here; such a body is as it was.
+# kombu and others write the charset into content-encoding; such a body is not compressed.
 _NOT_ENCODED = frozenset({"", "identity", "binary", "8bit", "utf-8", "utf8", "us-ascii", "ascii"})
 
 
 def compress(body: bytes) -> bytes:
-    """The body in gzip; equal bodies give equal bytes."""
+    """Compress a body with gzip. Equal bodies give equal results."""
     return gzip.compress(body, 6, mtime=0)
 
 
 def decompress(body: bytes, headers: Mapping[str, str], limit: int) -> bytes:
-    """The body as it was before ``content-encoding``, never more than ``limit`` bytes of it.
+    """Decompress a body as its ``content-encoding`` header requires.
 
-    >>> decompress(gzip.compress(b"{}"), {"content-encoding": "gzip"}, 1024)
-    b'{}'
+    Raises:
+        PayloadTooLarge: The body is larger than ``limit`` bytes. Decompression stops at the limit.
+        DecodeError: The data is damaged or the encoding is unknown.
 
-    Raises ``PayloadTooLarge`` as soon as the limit is passed, and ``DecodeError`` for damaged data
-    or an unknown encoding.
+    Example:
+        >>> decompress(gzip.compress(b"{}"), {"content-encoding": "gzip"}, 1024)
+        b'{}'
     """
     check_size(body, limit, "the body")
     encoding = headers.get(CONTENT_ENCODING, "").strip().lower()
@@ -43,7 +45,7 @@ def decompress(body: bytes, headers: Mapping[str, str], limit: int) -> bytes:
 
 
 def _gunzip(body: memoryview, limit: int) -> bytes:
-    """Every member of a gzip body. Fed in steps, so that many small ones cost no more than one."""
+    """Decompress all gzip members in steps, so that many small members cost no more than one."""
     parts: list[bytes] = []
     size = position = 0
     while True:
@@ -55,13 +57,13 @@ def _gunzip(body: memoryview, limit: int) -> bytes:
             part = member.decompress(step, limit - size + 1)
             size += len(part)
             if size > limit:
-                raise _too_large("the body opens to more than the limit", limit)
+                raise _too_large("the body decompresses to more than the limit", limit)
             parts.append(part)
             position += len(step) - len(member.unused_data)
         if bytes(body[position : position + 2]) != _MAGIC:
-            # gzip itself allows zero bytes after the end, as padding, and nothing else.
+            # gzip allows only zero bytes after the end, as padding.
             if body[position:].tobytes().strip(b"\0"):
-                raise DecodeError("damaged gzip: other data follows its end")
+                raise DecodeError("damaged gzip: other data follows the end")
             return b"".join(parts)
 
 
@@ -73,5 +75,6 @@ def check_size(body: bytes, limit: int, what: str) -> None:
 
 def _too_large(fact: str, limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(
-        f"{fact}: {limit} at most; send a reference to it, or raise max_message_bytes"
+        f"{fact}: at most {limit} bytes are allowed; send a reference to the data, or raise "
+        "max_message_bytes"
     )

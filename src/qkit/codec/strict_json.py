@@ -1,9 +1,10 @@
-"""Dumping in which a warning of pydantic's is an error, without asking for it at each call.
+"""JSON encoding that raises an error where pydantic would only warn, at no extra cost.
 
-A model whose field was set to something else behind its back is dumped all the same, and pydantic
-only warns. It can be told to refuse, with ``warnings="error"``, but reading that word again for
-each message costs it twice as much as the message. Python refuses a warning when the registry of
-the module it is raised in is no dict, whatever the filters say; hence the one here.
+Pydantic dumps a model even if a field was set to a value of another type without validation, and
+only warns. The option ``warnings="error"`` raises an error instead, but parsing this option on each
+call takes twice as long as encoding the message. This module relies on a detail of Python:
+regardless of the warning filters, a warning raises an error if the ``__warningregistry__`` of the
+module that issues it is not a dict.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pydantic_core import SchemaSerializer, core_schema
 
 __all__ = ["dump_json_strict"]
 
-__warningregistry__ = ()
+__warningregistry__: tuple[()] = ()
 
 
-def _works() -> bool:
+def _warnings_raise() -> bool:
     try:
         SchemaSerializer(core_schema.int_schema()).to_json("not an int")
     except TypeError:
@@ -26,11 +27,11 @@ def _works() -> bool:
     return False
 
 
-_WARNINGS_RAISE: Final = _works()
+_WARNINGS_RAISE: Final = _warnings_raise()
 
 
 def dump_json_strict(to_json: Callable[..., bytes], value: object) -> bytes:
-    """What a serializer's ``to_json`` makes of a value; raises something where it would warn."""
+    """Encode a value with a serializer's ``to_json``; raise an exception where it would warn."""
     if _WARNINGS_RAISE:
         return to_json(value, by_alias=True, round_trip=True)
     return to_json(value, by_alias=True, round_trip=True, warnings="error")

@@ -1,4 +1,4 @@
-"""Administration: look into queues, empty them, delete them."""
+"""Conformance scenarios for administration: stats, peek, purge, delete, list of queues."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Admin"]
 
 
 class Admin(Harness):
-    """The same calls on every backend that can."""
+    """Scenarios for administrative calls."""
 
     @requires("depth")
-    async def test_stats_say_how_many_wait(self, serve: Serve, name: str) -> None:
+    async def test_stats_count_ready_messages(self, serve: Serve, name: str) -> None:
         service = await serve()
         await service.send_many(name, ["a", "b", "c"])
         stats = await service.stats(name)
@@ -28,7 +28,9 @@ class Admin(Harness):
         assert stats.consumers in (None, 0)
 
     @requires("depth", "prefetch", "redelivery")
-    async def test_stats_tell_what_is_held_from_what_waits(self, serve: Serve, name: str) -> None:
+    async def test_stats_count_ready_and_in_flight_messages_separately(
+        self, serve: Serve, name: str
+    ) -> None:
         started, release = asyncio.Event(), asyncio.Event()
 
         @consume(name, prefetch=1)
@@ -52,7 +54,7 @@ class Admin(Harness):
         assert stats.in_flight in (None, 0)
 
     @requires("depth", "delay")
-    async def test_a_delayed_message_is_scheduled_and_not_waiting(
+    async def test_a_delayed_message_counts_as_scheduled_and_not_as_ready(
         self, serve: Serve, name: str
     ) -> None:
         service = await serve()
@@ -72,10 +74,10 @@ class Admin(Harness):
         assert (found[0].channel, found[0].key) == (name, "k")
         assert found[0].headers["tenant"] == "acme"
         assert len(await service.peek(name, 10)) == 3
-        assert len(await service.peek(name, 10)) == 3, "peeking takes nothing away"
+        assert len(await service.peek(name, 10)) == 3, "peek must not remove messages"
 
     @requires("peek")
-    async def test_peek_takes_no_attempt(self, serve: Serve, name: str) -> None:
+    async def test_peek_does_not_count_an_attempt(self, serve: Serve, name: str) -> None:
         attempts: list[int] = []
 
         @consume(name)
@@ -92,14 +94,16 @@ class Admin(Harness):
         assert attempts == [1]
 
     @requires("peek", "priority")
-    async def test_peek_shows_the_urgent_first(self, serve: Serve, name: str) -> None:
+    async def test_peek_shows_higher_priorities_first(self, serve: Serve, name: str) -> None:
         service = await serve()
         await service.send(name, "usual")
         await service.send(name, "urgent", priority=9)
         assert [message.body for message in await service.peek(name)] == [b'"urgent"', b'"usual"']
 
     @requires("purge")
-    async def test_purge_empties_a_queue_and_says_how_many(self, serve: Serve, name: str) -> None:
+    async def test_purge_empties_a_queue_and_returns_the_count(
+        self, serve: Serve, name: str
+    ) -> None:
         handled: list[str] = []
 
         @consume(name)
@@ -117,7 +121,7 @@ class Admin(Harness):
         assert handled == ["after"]
 
     @requires("purge", "prefetch", "redelivery")
-    async def test_purge_leaves_what_a_consumer_holds(self, serve: Serve, name: str) -> None:
+    async def test_purge_leaves_messages_in_flight(self, serve: Serve, name: str) -> None:
         started, release = asyncio.Event(), asyncio.Event()
         done: list[str] = []
 
@@ -137,7 +141,7 @@ class Admin(Harness):
         assert done == ["held"]
 
     @requires("purge", "delay")
-    async def test_purge_takes_delayed_messages_too(self, serve: Serve, name: str) -> None:
+    async def test_purge_removes_delayed_messages(self, serve: Serve, name: str) -> None:
         handled: list[str] = []
 
         @consume(name)
@@ -152,7 +156,7 @@ class Admin(Harness):
         assert handled == []
 
     @requires("delete", "depth")
-    async def test_a_deleted_queue_is_gone_until_the_next_send(
+    async def test_a_deleted_queue_does_not_exist_until_the_next_send(
         self, serve: Serve, name: str
     ) -> None:
         service = await serve()
@@ -164,7 +168,7 @@ class Admin(Harness):
         assert (await service.stats(name)).depth == 1
 
     @requires("delete", "depth")
-    async def test_a_queue_that_another_deleted_is_declared_by_the_next_send(
+    async def test_a_queue_deleted_by_another_service_is_declared_by_the_next_send(
         self, serve: Serve, name: str
     ) -> None:
         service, other = await serve(), await serve()
@@ -174,7 +178,9 @@ class Admin(Harness):
         assert (await service.stats(name)).depth == 1
 
     @requires("depth", "dead_letters")
-    async def test_queues_lists_them_and_their_dead_letters(self, serve: Serve, name: str) -> None:
+    async def test_queues_lists_queues_and_dead_letter_queues(
+        self, serve: Serve, name: str
+    ) -> None:
         @consume(name)
         async def reject(body: str) -> None:
             raise Reject
@@ -190,7 +196,7 @@ class Admin(Harness):
         assert (await service.stats(letters)).depth == 1
 
     @requires("depth")
-    async def test_the_stats_of_an_unknown_queue_are_not_found(
+    async def test_stats_of_an_unknown_queue_raise_queue_not_found(
         self, serve: Serve, name: str
     ) -> None:
         service = await serve()
@@ -200,9 +206,11 @@ class Admin(Harness):
             await service.stats("../etc")
 
     @requires("peek", "purge", "delete")
-    async def test_an_unknown_queue_is_not_found(self, serve: Serve, name: str) -> None:
+    async def test_admin_calls_on_an_unknown_queue_raise_queue_not_found(
+        self, serve: Serve, name: str
+    ) -> None:
         service = await serve()
         for call in (service.peek, service.purge, service.delete):
             with pytest.raises(QueueNotFound):
                 await call(name)
-        assert name not in await service.queues(), "asking made none"
+        assert name not in await service.queues(), "the calls must not create a queue"

@@ -1,4 +1,4 @@
-"""Dead letters: their record, and how they are listed, replayed, purged and capped."""
+"""Conformance scenarios for dead letters: contents, listing, replay, purge and size limit."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from qkit.service import QueueService
 
 __all__ = ["DeadLetterRecords"]
 
-QUICK = {"max_attempts": 2, "initial_delay": 0.3, "jitter": 0.0}
+QUICK: dict[str, float] = {"max_attempts": 2, "initial_delay": 0.3, "jitter": 0.0}
 ONCE = {"enabled": False}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 class DeadLetterRecords(Harness):
-    """What is kept of a message that failed for good, and what can be done with it."""
+    """Scenarios for the contents of dead letters and the operations on them."""
 
-    async def failing(self, serve: Serve, name: str, *bodies: str, **options: object) -> _Failing:
-        """A service with one dead letter for each body, in this order."""
+    async def _failing(self, serve: Serve, name: str, *bodies: str, **options: object) -> _Failing:
+        """Start a service with a failing handler, and wait for one dead letter per body."""
         failing = _Failing()
         service = await serve(failing.handler(name), **{"retry": ONCE, **options})
         failing.service = service
@@ -34,7 +34,9 @@ class DeadLetterRecords(Harness):
         return failing
 
     @requires("dead_letters")
-    async def test_the_record_says_what_failed_why_and_when(self, serve: Serve, name: str) -> None:
+    async def test_a_dead_letter_records_what_failed_why_and_when(
+        self, serve: Serve, name: str
+    ) -> None:
         @consume(name)
         async def fail(body: dict[str, int]) -> None:
             raise LookupError("no such customer")
@@ -49,7 +51,7 @@ class DeadLetterRecords(Harness):
         )
         (letter,) = await self.letters(service, name)
         assert (letter.message_id, letter.channel) == (sent.message_id, name)
-        assert (letter.group is None) is bool(self.column.queues), "groups are a topic's"
+        assert (letter.group is None) is bool(self.column.queues), "only topics have groups"
         assert (letter.reason, letter.attempts) == ("MaxRetriesExceeded", 2)
         assert (letter.error_type, letter.error) == ("LookupError", "no such customer")
         assert self.on_time(letter.last_failed_at - letter.first_failed_at, 0.3)
@@ -58,10 +60,10 @@ class DeadLetterRecords(Harness):
         assert (letter.headers["tenant"], letter.key) == ("acme", "customer-7")
         assert letter.priority == (8 if self.column.priority else letter.priority)
         leaked = [header for header in letter.headers if header.startswith("qkit-")]
-        assert leaked == [], "the facts are fields of the record, not headers"
+        assert leaked == [], "qkit's own headers must become fields of the record"
 
     @requires("dead_letters")
-    async def test_the_body_is_untouched_whatever_it_holds(self, serve: Serve, name: str) -> None:
+    async def test_a_dead_letter_keeps_any_body_unchanged(self, serve: Serve, name: str) -> None:
         blob = bytes(range(256)) * 4
 
         @consume(name)
@@ -74,7 +76,7 @@ class DeadLetterRecords(Harness):
         assert letter.body == blob
 
     @requires("dead_letters")
-    async def test_the_text_of_an_error_may_be_anything(self, serve: Serve, name: str) -> None:
+    async def test_error_text_is_escaped_and_truncated(self, serve: Serve, name: str) -> None:
         @consume(name)
         async def fail(body: str) -> None:
             raise ValueError("first line\nzweite Zeile: größer\x00" + "x" * 10_000)
@@ -87,17 +89,17 @@ class DeadLetterRecords(Harness):
         assert len(text) <= 2_000
 
     @requires("dead_letters")
-    async def test_the_oldest_are_listed_first_up_to_the_limit(
+    async def test_dead_letters_are_listed_oldest_first_up_to_the_limit(
         self, serve: Serve, name: str
     ) -> None:
-        failing = await self.failing(serve, name, "a", "b", "c")
+        failing = await self._failing(serve, name, "a", "b", "c")
         letters = failing.service.dead_letters(name)
         assert [letter.body for letter in await letters.list()] == [b'"a"', b'"b"', b'"c"']
         assert [letter.body for letter in await letters.list(2)] == [b'"a"', b'"b"']
-        assert len(await letters.list()) == 3, "listing takes nothing away"
+        assert len(await letters.list()) == 3, "listing must not remove dead letters"
 
     @requires("dead_letters")
-    async def test_a_list_can_be_filtered(self, serve: Serve, name: str) -> None:
+    async def test_dead_letters_can_be_filtered(self, serve: Serve, name: str) -> None:
         @consume(name)
         async def fail(body: str) -> None:
             if body == "rejected":
@@ -110,7 +112,7 @@ class DeadLetterRecords(Harness):
         letters = service.dead_letters(name)
 
         async def found(**filters: str) -> list[str]:
-            return [letter.message_id for letter in await letters.list(**filters)]  # type: ignore[arg-type]  # limit is no filter here
+            return [letter.message_id for letter in await letters.list(**filters)]  # type: ignore[arg-type]  # the filters never include limit
 
         assert await found(reason="ExplicitNack") == ids[:1]
         assert await found(reason="MaxRetriesExceeded") == ids[1:]
@@ -127,10 +129,8 @@ class DeadLetterRecords(Harness):
         assert await letters.purge() == 0
 
     @requires("dead_letters")
-    async def test_replay_sends_all_of_them_again_as_they_were(
-        self, serve: Serve, name: str
-    ) -> None:
-        failing = await self.failing(serve, name, "a", "b", "c")
+    async def test_replay_resends_all_dead_letters_unchanged(self, serve: Serve, name: str) -> None:
+        failing = await self._failing(serve, name, "a", "b", "c")
         failing.broken = False
         assert await failing.service.dead_letters(name).replay() == 3
         await self.until(lambda: len(failing.handled) == 6)
@@ -138,8 +138,10 @@ class DeadLetterRecords(Harness):
         assert await failing.service.dead_letters(name).list() == []
 
     @requires("dead_letters")
-    async def test_replay_takes_only_what_is_named(self, serve: Serve, name: str) -> None:
-        failing = await self.failing(serve, name, "a", "b", "c")
+    async def test_replay_resends_only_the_selected_dead_letters(
+        self, serve: Serve, name: str
+    ) -> None:
+        failing = await self._failing(serve, name, "a", "b", "c")
         letters = failing.service.dead_letters(name)
         failing.broken = False
         assert await letters.replay(["never sent"]) == 0
@@ -149,14 +151,14 @@ class DeadLetterRecords(Harness):
         assert await letters.replay(error="c failed") == 1
         await self.until(lambda: len(failing.handled) == 5)
         assert failing.handled[4][0] == "c"
-        (left,) = await letters.list()
-        assert left.message_id == failing.ids["a"]
+        (remaining,) = await letters.list()
+        assert remaining.message_id == failing.ids["a"]
 
     @requires("dead_letters")
-    async def test_a_replayed_message_that_fails_again_comes_back_once(
+    async def test_a_replayed_message_that_fails_is_dead_lettered_once(
         self, serve: Serve, name: str
     ) -> None:
-        failing = await self.failing(serve, name, "a")
+        failing = await self._failing(serve, name, "a")
         assert await failing.service.dead_letters(name).replay() == 1
         await self.until(lambda: len(failing.handled) == 2)
         (letter,) = await self.letters(failing.service, name)
@@ -166,27 +168,29 @@ class DeadLetterRecords(Harness):
         assert len(failing.handled) == 2
 
     @requires("dead_letters")
-    async def test_replay_while_consumers_run_loses_and_repeats_nothing(
+    async def test_replay_while_consumers_run_neither_loses_nor_repeats_messages(
         self, serve: Serve, name: str
     ) -> None:
         bodies = [str(number) for number in range(30)]
-        failing = await self.failing(serve, name, *bodies)
+        failing = await self._failing(serve, name, *bodies)
         failing.broken = False
-        fresh = [str(number) for number in range(30, 60)]
+        new_bodies = [str(number) for number in range(30, 60)]
         replayed, _ = await asyncio.gather(
             failing.service.dead_letters(name).replay(),
-            failing.service.send_many(name, fresh),
+            failing.service.send_many(name, new_bodies),
         )
         assert replayed == 30
         await self.until(lambda: len(failing.handled) == 90)
         await self.elapse(0.3)
-        again = sorted(int(body) for body, _, _ in failing.handled[30:])
-        assert again == list(range(60))
+        handled_later = sorted(int(body) for body, _, _ in failing.handled[30:])
+        assert handled_later == list(range(60))
         assert await failing.service.dead_letters(name).list() == []
 
     @requires("dead_letters")
-    async def test_purge_deletes_them_and_says_how_many(self, serve: Serve, name: str) -> None:
-        failing = await self.failing(serve, name, "a", "b")
+    async def test_purge_deletes_dead_letters_and_returns_the_count(
+        self, serve: Serve, name: str
+    ) -> None:
+        failing = await self._failing(serve, name, "a", "b")
         letters = failing.service.dead_letters(name)
         assert await letters.purge() == 2
         assert await letters.list() == []
@@ -195,7 +199,7 @@ class DeadLetterRecords(Harness):
         assert len(failing.handled) == 2
 
     @requires("dead_letters")
-    async def test_when_there_are_too_many_the_oldest_go(self, serve: Serve, name: str) -> None:
+    async def test_a_full_dead_letter_queue_drops_the_oldest(self, serve: Serve, name: str) -> None:
         failing = _Failing()
         service = await serve(failing.handler(name), retry=ONCE, dead_letter={"max_size": 2})
         for body in "abcd":
@@ -205,9 +209,7 @@ class DeadLetterRecords(Harness):
         assert [letter.body for letter in letters] == [b'"c"', b'"d"']
 
     @requires("dead_letters")
-    async def test_two_channels_keep_their_dead_letters_apart(
-        self, serve: Serve, name: str
-    ) -> None:
+    async def test_each_channel_has_its_own_dead_letters(self, serve: Serve, name: str) -> None:
         @channel(name)
         class One:
             @consume
@@ -234,7 +236,7 @@ class DeadLetterRecords(Harness):
         self, serve: Serve, name: str
     ) -> None:
         called: list[str] = []
-        deaths: list[DeadLettered] = []
+        dead_lettered: list[DeadLettered] = []
 
         @consume(name)
         async def reject(body: str) -> None:
@@ -246,12 +248,12 @@ class DeadLetterRecords(Harness):
             raise Reject("second")
 
         service = await serve(reject, inspect, dead_letter={"suffix": ".dead"})
-        service.on("dead_letter", deaths.append)
+        service.on("dead_letter", dead_lettered.append)
         await service.send(name, "a")
-        await self.until(lambda: len(deaths) == 2)
+        await self.until(lambda: len(dead_lettered) == 2)
         assert called == ["a"]
-        # A broker may hand the letter to its consumer before it confirms it to whoever wrote it.
-        assert sorted((death.letter.channel, death.kept) for death in deaths) == [
+        # In either order: a broker may deliver the dead letter before it confirms the write.
+        assert sorted((event.letter.channel, event.kept) for event in dead_lettered) == [
             (name, True),
             (f"{name}.dead", False),
         ]
@@ -279,7 +281,7 @@ class DeadLetterRecords(Harness):
 
 
 class _Failing:
-    """A handler that fails while ``broken``, and what it was called with."""
+    """Handler that fails while ``broken`` is true, and a record of its calls."""
 
     service: QueueService
 

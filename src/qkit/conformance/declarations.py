@@ -1,4 +1,4 @@
-"""Declarations: services that say different things of one channel, as senders and as workers."""
+"""Conformance scenarios for declarations of one channel with different options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Declarations"]
 QUICK = RetrySettings(initial_delay=0.01, jitter=0)
 LEASE = 0.5
 
-# Options that describe how a channel is consumed, or that a sender may leave out.
+# A capability that the options require ("" for none), and options that only the consumer declares.
 OPTIONS: list[tuple[str, ChannelOptions]] = [
     ("", {"retry": QUICK.model_copy(update={"max_attempts": 5})}),
     ("lease", {"ack_deadline": 7.0}),
@@ -31,13 +31,13 @@ OPTIONS: list[tuple[str, ChannelOptions]] = [
     ("depth", {"max_depth": 50}),
     ("", {"balance": "round_robin"}),
 ]
-each_option = pytest.mark.parametrize(
+each_option: pytest.MarkDecorator = pytest.mark.parametrize(
     ("capability", "options"), OPTIONS, ids=["-".join(options) for _, options in OPTIONS]
 )
 
 
 def failing(channel: Channel[str]) -> tuple[Callable[..., object], list[int]]:
-    """A handler that always fails, and its attempts."""
+    """Return a handler that always fails, and the list of attempt numbers it saw."""
     attempts: list[int] = []
 
     @consume(channel)
@@ -49,18 +49,18 @@ def failing(channel: Channel[str]) -> tuple[Callable[..., object], list[int]]:
 
 
 class Declarations(Harness):
-    """A sender declares that a channel exists, a consumer how it is consumed."""
+    """Scenarios for channels that senders and consumers declare with different options."""
 
-    def _need(self, capability: str) -> None:
+    def _skip_without(self, capability: str) -> None:
         if capability and not self.column.supports(capability):
-            pytest.skip(f"the backend declares {capability} as unsupported")
+            pytest.skip(f"the backend does not support {capability}")
 
     @requires("queues")
     @each_option
-    async def test_a_worker_starts_on_what_a_plain_sender_declared(
+    async def test_a_worker_starts_on_a_channel_declared_by_a_sender(
         self, serve: Serve, name: str, capability: str, options: ChannelOptions
     ) -> None:
-        self._need(capability)
+        self._skip_without(capability)
         sender = await serve()
         await sender.send(name, "before")
         handler, got = collecting(Channel(name, str, **options), str)
@@ -71,10 +71,10 @@ class Declarations(Harness):
 
     @requires("queues")
     @each_option
-    async def test_a_plain_sender_sends_to_what_a_worker_declared(
+    async def test_a_sender_uses_a_channel_declared_by_a_worker(
         self, serve: Serve, name: str, capability: str, options: ChannelOptions
     ) -> None:
-        self._need(capability)
+        self._skip_without(capability)
         handler, got = collecting(Channel(name, str, **options), str)
         await serve(handler)
         sender = await serve()
@@ -89,8 +89,8 @@ class Declarations(Harness):
     async def test_two_versions_of_a_worker_run_side_by_side(
         self, serve: Serve, name: str, capability: str, options: ChannelOptions
     ) -> None:
-        """The old version without the option, the new one with it, then the old one again."""
-        self._need(capability)
+        """Start versions without, with, and again without the option."""
+        self._skip_without(capability)
         got: list[str] = []
         for declared in (Channel(name, str), Channel(name, str, **options), Channel(name, str)):
 
@@ -103,7 +103,7 @@ class Declarations(Harness):
         await self.until(lambda: len(got) == 3)
 
     @requires("queues", "dead_letters")
-    async def test_the_retries_are_those_of_the_service_that_handles_the_message(
+    async def test_retries_follow_the_settings_of_the_consuming_service(
         self, serve: Serve, name: str
     ) -> None:
         sender = await serve(retry=QUICK)
@@ -118,7 +118,7 @@ class Declarations(Harness):
         assert [letter.attempts for letter in letters] == [5, 5]
 
     @requires("queues", "dead_letters")
-    async def test_a_worker_without_dead_letters_keeps_none_for_any_sender(
+    async def test_a_worker_with_dead_letters_disabled_stores_none_whatever_a_sender_declares(
         self, serve: Serve, name: str
     ) -> None:
         sender = await serve()
@@ -133,7 +133,7 @@ class Declarations(Harness):
         assert await sender.dead_letters(name).list() == []
 
     @requires("queues", "dead_letters", "ttl")
-    async def test_what_expires_is_no_dead_letter_where_the_consumer_keeps_none(
+    async def test_an_expired_message_is_not_dead_lettered_if_dead_letters_are_disabled(
         self, serve: Serve, name: str
     ) -> None:
         handler, got = collecting(Channel(name, str, dead_letter=False), str)
@@ -149,17 +149,15 @@ class Declarations(Harness):
         assert await worker.dead_letters(name).list() == []
 
     @requires("queues", "priority")
-    async def test_a_channel_limits_the_priorities_of_its_own_sends(
-        self, serve: Serve, name: str
-    ) -> None:
+    async def test_max_priority_limits_sends_to_the_channel(self, serve: Serve, name: str) -> None:
         service = await serve()
         narrow = Channel(name, str, max_priority=3)
         await service.send(narrow, "highest", priority=3)
         with pytest.raises(InvalidPriority, match="3"):
             await service.send(narrow, "too high", priority=4)
 
-    async def _dead(self, backend: Backend, name: str) -> str:
-        """The reason of a queue's dead letter."""
+    async def _dead_letter_reason(self, backend: Backend, name: str) -> str:
+        """Return the reason of the only dead letter of a queue."""
         async with self.subscribe(backend, f"{name}.dead") as subscription:
             (delivery,) = await self.take(subscription)
         return DeadLetter.from_envelope(delivery.envelope).reason
@@ -167,7 +165,7 @@ class Declarations(Harness):
     # -- at the boundary ---------------------------------------------------------------------
 
     @requires("queues", "lease", "dead_letters")
-    async def test_a_sender_does_not_change_how_often_a_message_may_crash(
+    async def test_a_sender_does_not_change_max_deliveries(
         self, backend: Backend, name: str
     ) -> None:
         self.require_dead_letter_source(backend)
@@ -176,12 +174,12 @@ class Declarations(Harness):
         await self.put(backend, name, "x")
         async with self.subscribe(backend, name, ack_deadline=LEASE) as subscription:
             await self.take(subscription)
-            await self.take(subscription)  # the first lease has expired
+            await self.take(subscription)  # redelivered when the first lease expires
             await self.nothing(subscription, for_seconds=4 * LEASE)
-        assert await self._dead(backend, name) == Reason.MAX_RETRIES_EXCEEDED
+        assert await self._dead_letter_reason(backend, name) == Reason.MAX_RETRIES_EXCEEDED
 
     @requires("queues", "lease")
-    async def test_without_a_consumers_word_a_message_may_crash_without_end(
+    async def test_without_max_deliveries_a_message_is_redelivered_without_limit(
         self, backend: Backend, name: str
     ) -> None:
         await backend.declare(QueueSpec(name=name))
@@ -191,10 +189,10 @@ class Declarations(Harness):
         assert attempts == [1, 2, 3, 4, 5, 6]
 
     @requires("queues", "lease")
-    async def test_a_consumer_that_subscribes_again_leaves_newer_declarations(
+    async def test_a_resubscribing_consumer_does_not_undo_newer_declarations(
         self, backend: Backend, name: str
     ) -> None:
-        """An old version that reconnects after the new one started does not undo it."""
+        """An old version that reconnects after a new one has started leaves its options alone."""
         old = await self.declare(backend, name, max_deliveries=1, consumed=True)
         await self.declare(backend, name, max_deliveries=5, consumed=True)
         await backend.declare(replace(old, again=True))
@@ -204,9 +202,7 @@ class Declarations(Harness):
         assert attempts == [1, 2, 3]
 
     @requires("queues", "lease", "dead_letters")
-    async def test_the_last_consumer_says_how_often_a_message_may_crash(
-        self, backend: Backend, name: str
-    ) -> None:
+    async def test_the_last_consumer_sets_max_deliveries(self, backend: Backend, name: str) -> None:
         self.require_dead_letter_source(backend)
         await self.declare(backend, name, max_deliveries=5, consumed=True)
         await self.declare(backend, name, max_deliveries=1, consumed=True)
@@ -214,4 +210,4 @@ class Declarations(Harness):
         async with self.subscribe(backend, name, ack_deadline=LEASE) as subscription:
             await self.take(subscription)
             await self.nothing(subscription, for_seconds=4 * LEASE)
-        assert await self._dead(backend, name) == Reason.MAX_RETRIES_EXCEEDED
+        assert await self._dead_letter_reason(backend, name) == Reason.MAX_RETRIES_EXCEEDED

@@ -1,4 +1,4 @@
-"""Delivery: who gets a message, how soon, and how many at once."""
+"""Conformance scenarios for delivery: consumers, latency, prefetch and concurrency."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from qkit.handlers.decorators import consume
 __all__ = ["Deliveries"]
 
 
-class Holding(FaultInjectingBackend):
-    """Counts the deliveries that consumers hold unsettled."""
+class HoldCounter(FaultInjectingBackend):
+    """Backend that counts the unsettled deliveries of its consumers."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
-        self.held = 0
-        self.peak = 0
+        self.held: int = 0
+        self.peak: int = 0
 
     async def receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
         deliveries = await super().receive(subscription, limit)
@@ -39,9 +39,9 @@ class Holding(FaultInjectingBackend):
 
 
 class Deliveries(Harness):
-    """How messages reach their handlers."""
+    """Scenarios for competing consumers, latency, prefetch and concurrency."""
 
-    # -- to whom -----------------------------------------------------------------------------
+    # -- consumers ---------------------------------------------------------------------------
 
     async def test_one_consumer_gets_each_message_once_and_in_order(
         self, serve: Serve, name: str
@@ -54,32 +54,32 @@ class Deliveries(Harness):
 
         service = await serve(handle)
         for number in range(100):
-            # One key: on a broker with partitions, order holds inside one.
+            # Use one key: a broker with partitions keeps the order only within a partition.
             await service.send(name, number, key="one")
         await self.until(lambda: len(got) >= 100)
         await self.elapse(0.5)
         assert got == list(range(100))
 
     @requires("queues", "redelivery")
-    async def test_competing_consumers_share_and_each_message_goes_to_one(
+    async def test_each_message_goes_to_one_of_several_competing_consumers(
         self, serve: Serve, name: str
     ) -> None:
         got: dict[str, list[int]] = {"a": [], "b": []}
         both = asyncio.Event()
 
-        async def note(who: str, number: int) -> None:
-            got[who].append(number)
+        async def record(consumer: str, number: int) -> None:
+            got[consumer].append(number)
             if all(got.values()):
                 both.set()
-            await both.wait()  # whoever was first leaves the rest to the other until it has some
+            await both.wait()  # hold the first consumer until the other one has a message too
 
         @consume(name)
         async def a(number: int) -> None:
-            await note("a", number)
+            await record("a", number)
 
         @consume(name)
         async def b(number: int) -> None:
-            await note("b", number)
+            await record("b", number)
 
         await serve(a, prefetch=1)
         service = await serve(b, prefetch=1)
@@ -92,7 +92,7 @@ class Deliveries(Harness):
         assert got["b"]
 
     @requires("depth")
-    async def test_a_late_consumer_gets_what_was_sent_before(self, serve: Serve, name: str) -> None:
+    async def test_a_late_consumer_receives_earlier_messages(self, serve: Serve, name: str) -> None:
         got: list[int] = []
 
         @consume(name)
@@ -121,10 +121,10 @@ class Deliveries(Harness):
             await service.send(f"{name}.a", number)
             await service.send(f"{name}.b", -number)
         await self.until(lambda: len(got) >= 20)
-        assert sorted(number for who, number in got if who == "a") == list(range(10))
-        assert sorted(-number for who, number in got if who == "b") == list(range(10))
+        assert sorted(number for channel, number in got if channel == "a") == list(range(10))
+        assert sorted(-number for channel, number in got if channel == "b") == list(range(10))
 
-    # -- how soon ----------------------------------------------------------------------------
+    # -- latency -----------------------------------------------------------------------------
 
     async def test_a_parked_receive_is_woken_by_a_message(
         self, backend: Backend, name: str
@@ -136,10 +136,10 @@ class Deliveries(Harness):
             await self.elapse(0.3)
             assert not parked.done()
             loop = asyncio.get_running_loop()
-            begun = loop.time()
+            started_at = loop.time()
             (message_id,) = await self.put(backend, name, "a")
             (delivery,) = await parked
-            assert loop.time() - begun <= self.late(1.0)
+            assert loop.time() - started_at <= self.late(1.0)
             assert delivery.envelope.id == message_id
 
     async def test_an_idle_handler_is_called_within_a_second(self, serve: Serve, name: str) -> None:
@@ -154,14 +154,14 @@ class Deliveries(Harness):
         waits: list[float] = []
         for number in range(3):
             await self.elapse(0.3)
-            begun = loop.time()
+            started_at = loop.time()
             await service.send(name, number)
-            await self.until(lambda number=number: len(called) > number)  # type: ignore[misc]  # mypy cannot infer it
-            waits.append(called[number] - begun)
-        assert min(waits) <= 1.0  # a busy machine may delay some of them
+            await self.until(lambda number=number: len(called) > number)  # type: ignore[misc]  # mypy cannot infer the lambda
+            waits.append(called[number] - started_at)
+        assert min(waits) <= 1.0  # a busy machine may delay some calls
         assert max(waits) <= self.late(1.0)
 
-    # -- how many ----------------------------------------------------------------------------
+    # -- limits ------------------------------------------------------------------------------
 
     async def test_receive_never_returns_more_than_the_limit(
         self, backend: Backend, name: str
@@ -197,7 +197,7 @@ class Deliveries(Harness):
             assert bodies(held) == list("abcde")
 
     @requires("prefetch", "depth")
-    async def test_blocked_handlers_leave_the_rest_on_the_broker(
+    async def test_while_handlers_are_blocked_other_messages_stay_on_the_broker(
         self, serve: Serve, new_backend: NewBackend, name: str
     ) -> None:
         running = 0
@@ -211,20 +211,20 @@ class Deliveries(Harness):
             await gate.wait()
             done.append(number)
 
-        holding = Holding(new_backend())
-        service = await serve(handle, backend=holding)
+        counter = HoldCounter(new_backend())
+        service = await serve(handle, backend=counter)
         await service.send_many(name, range(30))
         await self.until(lambda: running == 2)
         await self.elapse(0.5)
-        assert 2 <= holding.held <= 5
+        assert 2 <= counter.held <= 5
         stats = await service.stats(name)
         assert stats.in_flight is None or stats.in_flight <= 5
         assert stats.depth >= 25
         gate.set()
         await self.until(lambda: len(done) >= 30)
-        assert holding.peak <= 5
+        assert counter.peak <= 5
 
-    async def test_as_many_handlers_run_at_once_as_concurrency_says_and_no_more(
+    async def test_concurrency_limits_how_many_handlers_run_at_once(
         self, serve: Serve, name: str
     ) -> None:
         running = peak = finished = 0

@@ -1,4 +1,4 @@
-"""Failure: retries and their times, the ways to fail for good."""
+"""Conformance scenarios for failing handlers: retries, backoff and final failures."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from qkit.observability.events import DeadLettered, Retried
 
 __all__ = ["Failure"]
 
-QUICK = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
+QUICK: dict[str, float] = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
 ONCE = {"enabled": False}
 
 
 class Failure(Harness):
-    """What becomes of a message whose handler fails."""
+    """Scenarios for messages whose handler fails."""
 
-    async def test_a_failing_handler_is_called_max_attempts_times_and_no_more(
+    async def test_a_failing_handler_is_called_exactly_max_attempts_times(
         self, serve: Serve, name: str
     ) -> None:
         attempts: list[int] = []
@@ -44,12 +44,12 @@ class Failure(Harness):
         assert attempts == [1, 2, 3]
         assert limits == {3}
 
-    async def test_backoff_grows_up_to_its_limit_and_is_never_early(
+    async def test_backoff_grows_up_to_its_limit_and_no_retry_is_early(
         self, serve: Serve, name: str
     ) -> None:
         loop = asyncio.get_running_loop()
         called: list[float] = []
-        told: list[Retried] = []
+        events: list[Retried] = []
 
         @consume(name)
         async def fail(body: str) -> None:
@@ -58,15 +58,17 @@ class Failure(Harness):
 
         backoff = {"initial_delay": 0.4, "multiplier": 2.0, "max_delay": 1.0, "jitter": 0.0}
         service = await serve(fail, retry={"max_attempts": 4, **backoff})
-        service.on("retry", told.append)
+        service.on("retry", events.append)
         await service.send(name, "a")
         await self.until(lambda: len(called) == 4)
         waits = [later - earlier for earlier, later in itertools.pairwise(called)]
-        assert [event.delay for event in told] == [0.4, 0.8, 1.0]
+        assert [event.delay for event in events] == [0.4, 0.8, 1.0]
         for waited, wanted in zip(waits, (0.4, 0.8, 1.0), strict=True):
-            assert self.on_time(waited, wanted), f"waited {waited:.3f} s instead of {wanted} s"
+            assert self.on_time(waited, wanted), f"expected to wait {wanted} s, got {waited:.3f} s"
 
-    async def test_a_message_that_succeeds_at_last_is_done(self, serve: Serve, name: str) -> None:
+    async def test_a_message_that_succeeds_after_retries_is_acknowledged(
+        self, serve: Serve, name: str
+    ) -> None:
         attempts: list[int] = []
 
         @consume(name)
@@ -100,7 +102,7 @@ class Failure(Harness):
         assert attempts == [1]
         assert service.metrics().messages_retried == 0
 
-    async def test_the_handler_may_choose_the_delay(self, serve: Serve, name: str) -> None:
+    async def test_a_handler_can_choose_the_retry_delay(self, serve: Serve, name: str) -> None:
         loop = asyncio.get_running_loop()
         called: list[float] = []
 
@@ -116,7 +118,7 @@ class Failure(Harness):
         assert self.on_time(called[1] - called[0], 1.2)
 
     @requires("dead_letters")
-    async def test_a_retry_the_handler_asked_for_counts_as_a_failed_attempt(
+    async def test_a_requested_retry_counts_as_a_failed_attempt(
         self, serve: Serve, name: str
     ) -> None:
         @consume(name)
@@ -130,7 +132,7 @@ class Failure(Harness):
         assert (letter.error, letter.attempts) == ("busy", 3)
 
     @requires("dead_letters")
-    async def test_a_rejected_message_goes_straight_to_the_dead_letters(
+    async def test_a_rejected_message_is_dead_lettered_without_a_retry(
         self, serve: Serve, name: str
     ) -> None:
         attempts: list[int] = []
@@ -147,7 +149,7 @@ class Failure(Harness):
         assert (letter.attempts, attempts) == (1, [1])
 
     @requires("dead_letters")
-    async def test_bytes_that_cannot_be_decoded_are_a_dead_letter_at_once(
+    async def test_an_undecodable_body_is_dead_lettered_without_a_retry(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         handled: list[dict[str, int]] = []
@@ -163,11 +165,13 @@ class Failure(Harness):
         assert (letter.message_id, letter.body) == (bad, b"{broken")
         assert (letter.reason, letter.attempts) == ("Undecodable", 1)
         await self.until(lambda: handled)
-        assert handled == [{"good": 1}], "the one behind it is handled"
+        assert handled == [{"good": 1}], "the next message is handled"
         assert service.metrics().messages_retried == 0
 
     @requires("dead_letters")
-    async def test_a_body_of_the_wrong_type_is_undecodable(self, serve: Serve, name: str) -> None:
+    async def test_a_body_of_the_wrong_type_is_dead_lettered_as_undecodable(
+        self, serve: Serve, name: str
+    ) -> None:
         called: list[object] = []
 
         @consume(name)
@@ -175,20 +179,22 @@ class Failure(Harness):
             called.append(body)
 
         service = await serve(count, retry=QUICK)
-        stranger = await serve()  # it does not know the channel's type
-        await stranger.send(name, {"not": "a number"})
+        untyped_sender = await serve()  # declares no type for the channel
+        await untyped_sender.send(name, {"not": "a number"})
         (letter,) = await self.letters(service, name)
         assert letter.reason == "Undecodable"
         assert called == []
 
     @requires("dead_letters")
-    async def test_only_the_errors_of_retry_on_are_retried(self, serve: Serve, name: str) -> None:
+    async def test_only_errors_listed_in_retry_on_are_retried(
+        self, serve: Serve, name: str
+    ) -> None:
         attempts: dict[str, int] = {}
 
         @consume(name, retry_on=[ConnectionError])
         async def fail(body: str, message: Message) -> None:
             attempts[body] = message.attempt
-            raise ConnectionResetError("gone") if body == "again" else KeyError("final")
+            raise ConnectionResetError("connection reset") if body == "again" else KeyError("final")
 
         service = await serve(fail, retry=QUICK)
         await service.send(name, "again")
@@ -198,7 +204,7 @@ class Failure(Harness):
         assert {letter.reason for letter in letters} == {"MaxRetriesExceeded"}
 
     @requires("dead_letters")
-    async def test_the_errors_of_dead_on_are_final_at_once(self, serve: Serve, name: str) -> None:
+    async def test_errors_listed_in_dead_on_are_not_retried(self, serve: Serve, name: str) -> None:
         attempts: dict[str, int] = {}
 
         @consume(name, dead_on=[LookupError])
@@ -213,7 +219,7 @@ class Failure(Harness):
         assert attempts == {"again": 3, "final": 1}
 
     @requires("dead_letters")
-    async def test_a_handler_that_takes_too_long_has_failed(self, serve: Serve, name: str) -> None:
+    async def test_a_handler_that_times_out_fails(self, serve: Serve, name: str) -> None:
         attempts: list[int] = []
         cancelled: list[int] = []
 
@@ -233,17 +239,17 @@ class Failure(Harness):
         assert attempts == cancelled == [1, 2]
 
     @requires("dead_letters")
-    async def test_a_thread_that_takes_too_long_has_failed_and_keeps_its_slot(
+    async def test_a_synchronous_handler_that_times_out_fails_and_keeps_its_slot(
         self, serve: Serve, name: str
     ) -> None:
         called: list[str] = []
-        let_go = threading.Event()
+        release = threading.Event()
 
         @consume(name, timeout=0.3)
         def hang(body: str) -> None:
             called.append(body)
             if body == "first":
-                let_go.wait(30)
+                release.wait(30)
 
         service = await serve(hang, retry=ONCE)
         try:
@@ -253,35 +259,35 @@ class Failure(Harness):
             assert letter.error_type == "HandlerTimeout"
             await service.send(name, "second")
             await self.elapse(0.3)
-            assert called == ["first"], "its thread still runs, so the slot is taken"
+            assert called == ["first"], "the thread still runs, so its slot is in use"
         finally:
-            let_go.set()
+            release.set()
         await self.until_threads(lambda: called == ["first", "second"])
         await self.elapse(0.1)
         await self.letters(service, name, 1)
 
     @requires("dead_letters")
-    async def test_a_time_out_inside_the_handler_is_its_own_error(
+    async def test_a_timeout_error_raised_by_the_handler_is_an_ordinary_error(
         self, serve: Serve, name: str
     ) -> None:
         @consume(name, timeout=30)
         async def fail(body: str) -> None:
-            raise TimeoutError("the database did not answer")
+            raise TimeoutError("the database did not respond")
 
         service = await serve(fail, retry=ONCE)
         await service.send(name, "a")
         (letter,) = await self.letters(service, name)
         assert letter.error_type == "TimeoutError"
-        assert letter.error == "the database did not answer"
+        assert letter.error == "the database did not respond"
 
-    async def test_a_retry_brings_the_message_back_as_it_was(self, serve: Serve, name: str) -> None:
+    async def test_a_retried_message_is_unchanged(self, serve: Serve, name: str) -> None:
         seen: list[tuple[object, ...]] = []
 
         @consume(name)
         async def fail(body: dict[str, int], message: Message) -> None:
             tenant = message.headers.get("tenant")
-            facts = (body, message.id, message.body, tenant, message.key, message.priority)
-            seen.append((*facts, message.expires_at))
+            metadata = (body, message.id, message.body, tenant, message.key, message.priority)
+            seen.append((*metadata, message.expires_at))
             raise ValueError("no")
 
         service = await serve(fail, retry=QUICK)
@@ -299,13 +305,13 @@ class Failure(Harness):
         assert first[3:5] == ("acme", "k")
         assert first[5] == (7 if self.column.priority else first[5])
         assert (first[6] is not None) == self.column.supports("ttl")
-        for again in seen[1:]:
-            assert again[:6] == first[:6]
-            # To the millisecond: that is what brokers carry.
-            assert again[6] == (first[6] and pytest.approx(first[6], abs=0.002))
+        for later in seen[1:]:
+            assert later[:6] == first[:6]
+            # Brokers store times in milliseconds.
+            assert later[6] == (first[6] and pytest.approx(first[6], abs=0.002))
 
     @requires("delay", "redelivery")
-    async def test_a_message_that_waits_for_its_retry_takes_no_slot(
+    async def test_a_message_waiting_for_its_retry_takes_no_slot(
         self, serve: Serve, name: str
     ) -> None:
         called: list[str] = []
@@ -322,7 +328,9 @@ class Failure(Harness):
         await self.until(lambda: len(called) == 3)
         assert called == ["bad1", "good1", "bad2"]
 
-    async def test_inline_retries_keep_the_order_and_count(self, serve: Serve, name: str) -> None:
+    async def test_inline_retries_keep_the_order_and_are_counted(
+        self, serve: Serve, name: str
+    ) -> None:
         called: list[str] = []
 
         @consume(name)
@@ -343,7 +351,7 @@ class Failure(Harness):
         self, serve: Serve, name: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         called: list[str] = []
-        deaths: list[DeadLettered] = []
+        dead_lettered: list[DeadLettered] = []
 
         @consume(name, dead_letter=False)
         async def fail(body: str) -> None:
@@ -351,12 +359,12 @@ class Failure(Harness):
             raise ValueError("no")
 
         service = await serve(fail, retry=ONCE)
-        service.on("dead_letter", deaths.append)
+        service.on("dead_letter", dead_lettered.append)
         sent = await service.send(name, "a")
-        await self.until(lambda: deaths)
+        await self.until(lambda: dead_lettered)
         await self.elapse(0.3)
         assert called == ["a"]
-        assert [(event.letter.message_id, event.kept) for event in deaths] == [
+        assert [(event.letter.message_id, event.kept) for event in dead_lettered] == [
             (sent.message_id, False)
         ]
         metrics = service.metrics()
@@ -365,9 +373,11 @@ class Failure(Harness):
         assert any(sent.message_id in item.getMessage() for item in errors)
 
     @requires("dead_letters")
-    async def test_each_failure_is_told_and_counted(self, serve: Serve, name: str) -> None:
+    async def test_each_failure_emits_an_event_and_is_counted(
+        self, serve: Serve, name: str
+    ) -> None:
         retries: list[Retried] = []
-        deaths: list[DeadLettered] = []
+        dead_lettered: list[DeadLettered] = []
 
         @consume(name)
         async def fail(body: str) -> None:
@@ -375,17 +385,17 @@ class Failure(Harness):
 
         service = await serve(fail, retry=QUICK)
         service.on("retry", retries.append)
-        service.on("dead_letter", deaths.append)
+        service.on("dead_letter", dead_lettered.append)
         sent = await service.send(name, "a")
         await self.letters(service, name)
-        await self.until(lambda: deaths)
+        await self.until(lambda: dead_lettered)
         assert [(event.channel, event.message_id, event.attempt) for event in retries] == [
             (name, sent.message_id, 1),
             (name, sent.message_id, 2),
         ]
         assert all(isinstance(event.error, ValueError) for event in retries)
-        (death,) = deaths
-        assert (death.kept, death.letter.message_id) == (True, sent.message_id)
-        counted = service.metrics().channels[name]
-        assert (counted.messages_retried, counted.messages_failed) == (2, 1)
-        assert (counted.messages_dead_lettered, counted.in_flight) == (1, 0)
+        (event,) = dead_lettered
+        assert (event.kept, event.letter.message_id) == (True, sent.message_id)
+        metrics = service.metrics().channels[name]
+        assert (metrics.messages_retried, metrics.messages_failed) == (2, 1)
+        assert (metrics.messages_dead_lettered, metrics.in_flight) == (1, 0)

@@ -1,4 +1,4 @@
-"""Foreign messages: what qkit did not write is consumed as well as what it did."""
+"""Conformance scenarios for foreign messages, which another program wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Message, Reas
 
 __all__ = ["Foreign"]
 
-ODD = {"X-Odd Header": "spaces in its name", "qkit-unknown": "1", "empty": "", "ü": "ü"}
+UNUSUAL_HEADERS = {"X-Odd Header": "space in name", "qkit-unknown": "1", "empty": "", "ü": "ü"}
 LATIN = {CONTENT_TYPE: "text/plain; charset=iso-8859-1"}
 JSON = {CONTENT_TYPE: "Application/JSON; charset=utf-8"}
 EVENT = {CONTENT_TYPE: "application/cloudevents+json"}
@@ -26,7 +26,7 @@ PRETTY = b' {\n "name":"x", "id":1, "more":[]}\r\n'
 
 
 class Item(BaseModel):
-    """What the handlers here take."""
+    """Body type that the handlers expect."""
 
     id: int
     name: str = "none"
@@ -36,7 +36,7 @@ GOOD = [
     pytest.param(Item, b'{"id": 1}', {}, Item(id=1), id="bare"),
     pytest.param(Item, PRETTY, {}, Item(id=1, name="x"), id="pretty"),
     pytest.param(Item, b'\xef\xbb\xbf{"id": 1}', {}, Item(id=1), id="byte-order-mark"),
-    pytest.param(Item, b'{"id": 1}', ODD, Item(id=1), id="odd-headers"),
+    pytest.param(Item, b'{"id": 1}', UNUSUAL_HEADERS, Item(id=1), id="unusual-headers"),
     pytest.param(Item, b'{"id": 1}', JSON, Item(id=1), id="json-type"),
     pytest.param(Item, b'{"id": 1}', EVENT, Item(id=1), id="json-suffix"),
     pytest.param(Item, b'{"id": 1}', {CONTENT_ENCODING: "identity"}, Item(id=1), id="identity"),
@@ -66,7 +66,7 @@ BAD = [
 
 
 class Foreign(Harness):
-    """Messages from other programs, good and bad."""
+    """Scenarios for valid and invalid messages from other programs."""
 
     @pytest.mark.parametrize(("kind", "body", "headers", "wanted"), GOOD)
     async def test_a_foreign_message_reaches_a_typed_handler(
@@ -87,7 +87,7 @@ class Foreign(Harness):
 
     @requires("dead_letters")
     @pytest.mark.parametrize(("kind", "body", "headers"), BAD)
-    async def test_what_cannot_be_decoded_is_a_dead_letter_with_its_body_untouched(
+    async def test_an_undecodable_message_is_dead_lettered_with_its_body_unchanged(
         self,
         serve: Serve,
         backend: Backend,
@@ -111,7 +111,7 @@ class Foreign(Harness):
         assert service.metrics().messages_retried == 0
 
     @requires("dead_letters")
-    async def test_the_worker_serves_on_between_bad_messages(
+    async def test_a_worker_continues_after_undecodable_messages(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         handler, got = collecting(name, int)
@@ -125,7 +125,7 @@ class Foreign(Harness):
         assert service.health_check().status == "healthy"
 
     @requires("dead_letters", "batch")
-    async def test_a_bad_member_leaves_its_batch_and_the_others_are_handled(
+    async def test_an_undecodable_message_is_removed_from_its_batch_and_the_others_are_handled(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         got: list[int] = []
@@ -146,7 +146,7 @@ class Foreign(Harness):
     @pytest.mark.parametrize(
         "foreign", ["abc", "12345", "550e8400-e29b-41d4-a716-446655440000", "7" * 32 + "z", "ü/ 1"]
     )
-    async def test_a_foreign_id_is_kept_and_tells_no_time(
+    async def test_a_message_with_a_foreign_id_keeps_it_and_has_no_send_time(
         self, serve: Serve, backend: Backend, name: str, foreign: str
     ) -> None:
         seen: list[Message] = []
@@ -166,7 +166,7 @@ class Foreign(Harness):
     async def test_messages_that_share_an_id_are_all_handled(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
-        """qkit promises no deduplication, so it must not drop anything either."""
+        """qkit does not deduplicate by id, so it must not drop any of them."""
         handler, got = collecting(name, int)
         await serve(handler)
         for number in range(5):
@@ -189,7 +189,7 @@ class Foreign(Harness):
     async def test_headers_of_any_size_are_dead_lettered_and_replayed_unchanged(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
-        """A copy needs room for further headers, and a broker may limit names and sizes."""
+        """A dead letter has additional headers, and a broker may limit header names and sizes."""
         headers = {
             "x" * 199 + "1": "long name",
             "x" * 199 + "2": "another",

@@ -1,4 +1,4 @@
-"""Handlers: functions, methods and threads, batches, and what each sees of its message."""
+"""Conformance scenarios for handlers: functions, methods, threads, batches and message metadata."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Handlers"]
 
 
 class Handlers(Harness):
-    """What can be a handler, and how it is called."""
+    """Scenarios for the kinds of handlers and how they are called."""
 
     # -- batches -----------------------------------------------------------------------------
 
     @requires("batch")
-    async def test_a_full_batch_is_handled_at_once(self, serve: Serve, name: str) -> None:
+    async def test_a_full_batch_is_handled_immediately(self, serve: Serve, name: str) -> None:
         batches: list[list[int]] = []
 
         @consume(name, batch_size=3, batch_wait=60)
@@ -36,7 +36,7 @@ class Handlers(Harness):
         assert batches == [[0, 1, 2]]
 
     @requires("batch")
-    async def test_a_batch_that_does_not_fill_is_handled_after_its_wait(
+    async def test_a_partial_batch_is_handled_after_batch_wait(
         self, serve: Serve, name: str
     ) -> None:
         batches: list[list[int]] = []
@@ -47,10 +47,10 @@ class Handlers(Harness):
 
         service = await serve(handle)
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        started_at = loop.time()
         await service.send_many(name, range(3), key="one")
         await self.until(lambda: batches)
-        assert self.on_time(loop.time() - begun, 1.0)
+        assert self.on_time(loop.time() - started_at, 1.0)
         assert batches == [[0, 1, 2]]
 
     @requires("batch")
@@ -71,9 +71,9 @@ class Handlers(Harness):
         assert ids == [item.message_id for item in sent]
         assert max(map(len, batches)) <= 10
 
-    # -- to what -----------------------------------------------------------------------------
+    # -- kinds of handlers -------------------------------------------------------------------
 
-    async def test_functions_methods_and_static_methods_are_handlers(
+    async def test_functions_methods_and_static_methods_can_be_handlers(
         self, serve: Serve, name: str
     ) -> None:
         got: list[tuple[str, int]] = []
@@ -104,7 +104,7 @@ class Handlers(Harness):
         await self.until(lambda: len(got) == 3)
         assert sorted(got) == [("function", 2), ("method", 0), ("static", 1)]
 
-    async def test_a_synchronous_handler_runs_in_a_thread_and_blocks_nobody(
+    async def test_a_synchronous_handler_runs_in_a_thread_and_does_not_block_the_loop(
         self, serve: Serve, name: str
     ) -> None:
         threads: list[threading.Thread] = []
@@ -125,7 +125,7 @@ class Handlers(Harness):
 
         service = await serve(blocking, handle)
         await service.send(f"{name}.sync", "blocking")
-        # Waited for in a thread too: its time is real, also on a virtual clock.
+        # Wait in a thread, because the handler's thread runs in real time even on a virtual clock.
         assert await asyncio.to_thread(started.wait, 15)
         await service.send(f"{name}.async", "free")
         await self.until(lambda: got)
@@ -134,7 +134,7 @@ class Handlers(Harness):
         assert got == ["free", "blocking"]
         assert threads[0] is not threading.main_thread()
 
-    async def test_what_a_synchronous_handler_sends_with_sync_is_delivered(
+    async def test_a_message_sent_by_a_synchronous_handler_is_delivered(
         self, serve: Serve, name: str
     ) -> None:
         got: list[int] = []
@@ -155,22 +155,22 @@ class Handlers(Harness):
         assert sorted(got) == [1, 2, 3]
         assert len({item.message_id for item in sent}) == 3
 
-    async def test_what_a_synchronous_handler_sends_is_confirmed_when_the_call_returns(
+    async def test_a_send_by_a_synchronous_handler_is_confirmed_when_it_returns(
         self, serve: Serve, name: str
     ) -> None:
-        counted: list[int] = []
+        sent_counts: list[int] = []
 
         @consume(name)
         def place(number: int) -> None:
             service.sync.send(f"{name}.invoices", number)
-            counted.append(service.metrics().messages_sent)
+            sent_counts.append(service.metrics().messages_sent)
 
         service = await serve(place)
         await service.send(name, 1)
-        await self.until_threads(lambda: counted)
-        assert counted == [2]
+        await self.until_threads(lambda: sent_counts)
+        assert sent_counts == [2]
 
-    async def test_a_send_that_a_synchronous_handler_does_not_await_fails_the_attempt(
+    async def test_an_asynchronous_send_in_a_synchronous_handler_fails_the_attempt(
         self, serve: Serve, name: str
     ) -> None:
         attempts: list[int] = []
@@ -189,7 +189,7 @@ class Handlers(Harness):
         assert attempts == [1, 1]
         assert service.metrics().messages_sent == 1
 
-    async def test_a_handler_sees_the_facts_of_its_message(
+    async def test_a_handler_receives_the_metadata_of_its_message(
         self, serve: Serve, clock: Clock, name: str
     ) -> None:
         seen: list[Message] = []
@@ -201,7 +201,7 @@ class Handlers(Harness):
         service = await serve(handle, retry={"max_attempts": 4})
         priority = 7 if self.column.priority else None
         ttl = 60.0 if self.column.ttl else None
-        begun, wall = time.time(), clock.time()
+        sent_at, clock_time = time.time(), clock.time()
         sent = await service.send(
             name, {"id": 1}, headers={"tenant": "acme"}, key="k-1", priority=priority, ttl=ttl
         )
@@ -214,6 +214,6 @@ class Handlers(Harness):
         assert message.key == "k-1"
         assert message.priority == priority
         assert (message.attempt, message.retry_count, message.max_attempts) == (1, 0, 4)
-        assert message.sent_at == pytest.approx(begun, abs=5)
+        assert message.sent_at == pytest.approx(sent_at, abs=5)
         if ttl is not None:
-            assert message.expires_at == pytest.approx(wall + ttl, abs=5)
+            assert message.expires_at == pytest.approx(clock_time + ttl, abs=5)

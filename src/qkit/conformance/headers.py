@@ -1,4 +1,4 @@
-"""Headers: a caller's own, those that fill parameters, and the trace context."""
+"""Conformance scenarios for headers: user headers, header parameters and trace context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, NewBackend, Serve, case, requires
-from qkit.conformance.sending import Spied
+from qkit.conformance.sending import RecordingBackend
 from qkit.errors import InvalidHeader, Reject
 from qkit.handlers.decorators import consume
 from qkit.handlers.signature import Header
@@ -29,7 +29,7 @@ OWN = {
     "json": '{"a": [1, "two"]}',
 }
 
-REFUSED: dict[str, dict[str, str]] = {
+INVALID: dict[str, dict[str, str]] = {
     "qkit": {"qkit-attempt": "1"},
     "upper": {"QKIT-Dead-Reason": "x"},
     "empty": {"": "x"},
@@ -38,19 +38,19 @@ REFUSED: dict[str, dict[str, str]] = {
     "umlaut": {"ä": "x"},
     "crlf": {"a": "x\r\ny: z"},
     "nul": {"a": "\x00"},
-    "int": {"a": 1},  # type: ignore[dict-item]  # that is what is wrong with it
+    "int": {"a": 1},  # type: ignore[dict-item]  # invalid header on purpose
     "129": {f"h{number}": "x" for number in range(129)},
     "40000": {"a": "x" * 40_000},
 }
 
 
 def own(headers: Mapping[str, str]) -> dict[str, str]:
-    """A message's headers without qkit's own notes."""
+    """Return the headers of a message without those that qkit adds."""
     return {name: value for name, value in headers.items() if not name.startswith("qkit-")}
 
 
 class Headers(Harness):
-    """What stands beside a body arrives as it was written."""
+    """Scenarios for headers, which must reach the handler unchanged."""
 
     @pytest.mark.parametrize("compression", [None, "gzip"])
     async def test_headers_arrive_unchanged(
@@ -108,7 +108,7 @@ class Headers(Harness):
     @pytest.mark.parametrize(
         "headers", [{}, {"count": "many"}, {"Count": "1"}], ids=["missing", "wrong", "other-case"]
     )
-    async def test_a_header_that_cannot_fill_its_parameter_makes_a_dead_letter(
+    async def test_a_message_without_a_valid_header_parameter_is_dead_lettered(
         self, serve: Serve, name: str, headers: dict[str, str]
     ) -> None:
         got: list[int] = []
@@ -129,7 +129,7 @@ class Headers(Harness):
         assert got == [1]
 
     @requires("depth")
-    async def test_a_content_type_is_written_only_where_the_body_is_not_json(
+    async def test_a_content_type_is_written_only_if_the_body_is_not_json(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         service = await serve()
@@ -140,17 +140,17 @@ class Headers(Harness):
             assert plain.envelope.headers == {}
             assert raw.envelope.headers == {CONTENT_TYPE: "application/octet-stream"}
 
-    async def test_headers_that_cannot_travel_are_refused_before_anything_leaves(
+    async def test_invalid_headers_are_rejected_before_anything_is_sent(
         self, serve: Serve, new_backend: NewBackend, name: str
     ) -> None:
-        spied = Spied(new_backend())
-        service = await serve(backend=spied)
-        for which, headers in REFUSED.items():
+        recording = RecordingBackend(new_backend())
+        service = await serve(backend=recording)
+        for which, headers in INVALID.items():
             with case(which):
                 with pytest.raises(InvalidHeader) as caught:
                     await service.send(name, "a", headers=headers)
                 assert "\r" not in str(caught.value)
-                assert spied.left == []
+                assert recording.published == []
 
     async def test_headers_survive_a_retry(self, serve: Serve, name: str) -> None:
         seen: list[Message] = []
@@ -192,7 +192,7 @@ class Headers(Harness):
     # -- trace context -----------------------------------------------------------------------
 
     @requires("dead_letters")
-    async def test_a_callers_trace_context_passes_through_without_any_tracing(
+    async def test_trace_context_headers_pass_through_without_tracing(
         self, serve: Serve, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", None)
@@ -240,7 +240,7 @@ class Headers(Harness):
         assert letter.trace_id == f"{wanted:032x}"
         assert seen[0].headers["tenant"] == "acme"
 
-    async def test_a_callers_trace_context_wins_over_the_current_one(
+    async def test_a_trace_context_header_overrides_the_current_span(
         self, serve: Serve, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pytest.importorskip("opentelemetry.sdk.trace")

@@ -1,4 +1,4 @@
-"""Health and metrics: what a service says of itself is true."""
+"""Conformance scenarios for health checks and metrics."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from qkit.message import Envelope, Message, Sent
 
 __all__ = ["HealthAndMetrics"]
 
-QUICK = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
+QUICK: dict[str, float] = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
 
 
-class Silent(FaultInjectingBackend):
-    """A backend that does not answer a ping, or cannot start, while ``error`` is set."""
+class UnresponsiveBackend(FaultInjectingBackend):
+    """Backend whose start and ping fail while ``error`` is set."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
@@ -39,31 +39,31 @@ class Silent(FaultInjectingBackend):
         await super().ping()
 
 
-class Unsettled(FaultInjectingBackend):
-    """A backend that refuses dead letters, or acks, while an error is set for them."""
+class FailingSettlement(FaultInjectingBackend):
+    """Backend whose dead-letter writes or acks fail while the matching error attribute is set."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self.letter_error: QueueError | None = None
         self.ack_error: QueueError | None = None
-        self.refused = 0
+        self.failed_calls: int = 0
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         dead = any("qkit-dead-reason" in envelope.headers for envelope in envelopes)
         if dead and self.letter_error is not None:
-            self.refused += 1
+            self.failed_calls += 1
             raise self.letter_error
         return await super().publish(queue, envelopes)
 
     async def ack(self, subscription: Subscription, delivery: Delivery) -> None:
         if self.ack_error is not None:
-            self.refused += 1
+            self.failed_calls += 1
             raise self.ack_error
         await super().ack(subscription, delivery)
 
 
 class HealthAndMetrics(Harness):
-    """Health checks, connection states and counters."""
+    """Scenarios for health checks, connection states and metrics."""
 
     async def test_a_healthy_service_lists_its_consumers(
         self, serve: Serve, clock: Clock, name: str
@@ -113,20 +113,20 @@ class HealthAndMetrics(Harness):
         await self.until(lambda: service.health_check().consumers[0].last_settle_at)
         health = service.health_check()
         assert health.last_success_at == health.consumers[0].last_settle_at
-        # A broker may deliver a message before it confirms it, so not counted from ``sent``.
+        # Not compared with ``sent``: a broker may deliver a message before it confirms the send.
         assert (health.last_success_at or 0) >= before + 0.3 - 0.002
 
-    async def test_a_broker_that_does_not_answer_is_noticed_and_its_return_too(
+    async def test_health_reports_an_unresponsive_broker_and_its_recovery(
         self, new_backend: NewBackend, serve: Serve, clock: Clock, name: str
     ) -> None:
-        backend = Silent(new_backend())
+        backend = UnresponsiveBackend(new_backend())
         service = await serve(backend=backend)
         before = clock.time()
-        backend.error = BackendUnavailable("nobody is there")
+        backend.error = BackendUnavailable("connection refused")
         await self.until(lambda: not service.ready, within=5 + self.late(0.0))
         health = service.health_check()
         assert (health.status, health.connection_state) == ("unhealthy", "disconnected")
-        assert "nobody is there" in (health.last_error or "")
+        assert "connection refused" in (health.last_error or "")
         assert health.disconnected_at is not None
         assert before <= health.disconnected_at <= clock.time()
         backend.error = None
@@ -134,29 +134,29 @@ class HealthAndMetrics(Harness):
         health = service.health_check()
         assert (health.connection_state, health.disconnected_at) == ("connected", None)
 
-    async def test_a_broker_that_cannot_be_reached_refuses_the_start_and_may_be_tried_again(
+    async def test_start_fails_if_the_broker_is_unreachable_and_can_be_retried(
         self, new_backend: NewBackend, clock: Clock, name: str
     ) -> None:
-        backend = Silent(new_backend())
+        backend = UnresponsiveBackend(new_backend())
         service = self.make_service(new_backend, clock, backend=backend)
-        backend.error = BackendUnavailable("nobody is there")
-        with pytest.raises(BackendUnavailable, match="nobody is there"):
+        backend.error = BackendUnavailable("connection refused")
+        with pytest.raises(BackendUnavailable, match="connection refused"):
             await service.start()
         health = service.health_check()
         assert (health.status, health.connection_state) == ("unhealthy", "disconnected")
-        assert "nobody is there" in (health.last_error or "")
+        assert "connection refused" in (health.last_error or "")
         backend.error = None
         async with service:
             assert service.ready
             await service.send(name, "a")
 
     @requires("dead_letters")
-    async def test_a_dead_letter_that_cannot_be_written_for_ten_seconds_is_unhealthy(
+    async def test_a_dead_letter_write_failing_for_ten_seconds_makes_the_service_unhealthy(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
-        """Also while other messages are settled: the letter takes a slot and is not written."""
-        backend = Unsettled(new_backend())
-        backend.letter_error = QueueError("no room for letters")
+        """Messages that are settled in the meantime do not hide the failure."""
+        backend = FailingSettlement(new_backend())
+        backend.letter_error = QueueError("dead-letter queue is full")
         got: list[str] = []
 
         @consume(name, concurrency=2)
@@ -167,8 +167,8 @@ class HealthAndMetrics(Harness):
 
         service = await serve(handle, backend=backend)
         await service.send(name, "bad")
-        await self.until(lambda: backend.refused)
-        assert service.ready, "one failure is none yet"
+        await self.until(lambda: backend.failed_calls)
+        assert service.ready, "one failed write does not make the service unhealthy"
         await self.elapse(6)
         await service.send(name, "good")
         await self.until(lambda: got == ["good"])
@@ -176,19 +176,19 @@ class HealthAndMetrics(Harness):
         health = service.health_check()
         (consumer,) = health.consumers
         assert (health.status, consumer.state) == ("unhealthy", "consuming")
-        assert "no room for letters" in (consumer.failing or "")
+        assert "dead-letter queue is full" in (consumer.failing or "")
         assert name in (health.last_error or "")
-        assert "no room for letters" in (health.last_error or "")
+        assert "dead-letter queue is full" in (health.last_error or "")
         backend.letter_error = None
         await self.until(lambda: service.ready)
         assert service.health_check().consumers[0].failing is None
         await self.letters(service, name)
 
-    async def test_acks_that_fail_for_ten_seconds_are_unhealthy_until_one_succeeds(
+    async def test_acks_failing_for_ten_seconds_make_the_service_unhealthy_until_one_succeeds(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
-        backend = Unsettled(new_backend())
-        backend.ack_error = QueueError("acks are refused")
+        backend = FailingSettlement(new_backend())
+        backend.ack_error = QueueError("ack was rejected")
         got: list[str] = []
 
         @consume(name, concurrency=2)
@@ -197,17 +197,17 @@ class HealthAndMetrics(Harness):
 
         service = await serve(handle, backend=backend)
         await service.send(name, "a")
-        await self.until(lambda: backend.refused)
+        await self.until(lambda: backend.failed_calls)
         assert service.ready
         await self.until(lambda: not service.ready, within=20)
         (consumer,) = service.health_check().consumers
-        assert "acks are refused" in (consumer.failing or "")
+        assert "ack was rejected" in (consumer.failing or "")
         backend.ack_error = None
         await service.send(name, "b")
         await self.until(lambda: service.ready)
         assert service.health_check().consumers[0].failing is None
 
-    async def test_the_connection_goes_through_its_states(
+    async def test_connection_states_follow_start_and_shutdown(
         self, new_backend: NewBackend, clock: Clock
     ) -> None:
         service = self.make_service(new_backend, clock)
@@ -227,7 +227,9 @@ class HealthAndMetrics(Harness):
             ("closing", "closed"),
         ]
 
-    async def test_durability_is_told(self, serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_health_reports_durability(
+        self, serve: Serve, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with caplog.at_level(logging.WARNING):
             service = await serve()
         durable = self.column.supports("durable")
@@ -235,7 +237,7 @@ class HealthAndMetrics(Harness):
         warned = any("not durable" in item.getMessage() for item in caplog.records)
         assert warned is not durable
 
-    async def test_what_is_sent_and_received_is_counted(self, serve: Serve, name: str) -> None:
+    async def test_sends_and_deliveries_are_counted(self, serve: Serve, name: str) -> None:
         release = asyncio.Event()
 
         @consume(name, concurrency=2)
@@ -253,8 +255,8 @@ class HealthAndMetrics(Harness):
         await self.until(lambda: service.metrics().in_flight == 2)
         metrics = service.metrics()
         assert (metrics.messages_sent, metrics.messages_received) == (3, 3)
-        mine = metrics.channels[name]
-        assert (mine.messages_sent, mine.messages_received) == (2, 2)
+        channel = metrics.channels[name]
+        assert (channel.messages_sent, channel.messages_received) == (2, 2)
         theirs = metrics.channels[f"{name}-2"]
         assert (theirs.messages_sent, theirs.messages_received, theirs.in_flight) == (1, 1, 0)
         release.set()
@@ -262,7 +264,7 @@ class HealthAndMetrics(Harness):
         assert service.metrics().messages_failed == 0
 
     @requires("dead_letters")
-    async def test_failures_are_counted_by_their_kind(self, serve: Serve, name: str) -> None:
+    async def test_failures_are_counted_by_kind(self, serve: Serve, name: str) -> None:
         @consume(name)
         async def handle(body: str, message: Message) -> None:
             if body == "reject":
@@ -283,13 +285,15 @@ class HealthAndMetrics(Harness):
         assert metrics.channels[name].messages_failed == 2
         assert metrics.channels[name].messages_retried == 3
 
-    async def test_a_send_that_was_refused_is_not_counted(self, serve: Serve, name: str) -> None:
+    async def test_a_rejected_send_is_not_counted(self, serve: Serve, name: str) -> None:
         service = await serve()
         with pytest.raises(QueueError):
             await service.send(name, object())
         assert service.metrics().messages_sent == 0
 
-    async def test_a_consumer_that_holds_a_message_says_so(self, serve: Serve, name: str) -> None:
+    async def test_consumer_health_reports_messages_in_flight(
+        self, serve: Serve, name: str
+    ) -> None:
         release = asyncio.Event()
 
         @consume(name)

@@ -1,4 +1,4 @@
-"""Lifecycle: start, pause, drain, give back, shut down, and begin again."""
+"""Conformance scenarios for the lifecycle: start, pause, drain, shutdown and restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Lifecycle"]
 
 
 class Lifecycle(Harness):
-    """A service from its start to its end, and the one after it."""
+    """Scenarios for a service from start to shutdown, and for the service that replaces it."""
 
     async def test_start_is_idempotent(self, serve: Serve, name: str) -> None:
         handled: list[str] = []
@@ -37,7 +37,7 @@ class Lifecycle(Harness):
         await self.elapse(0.2)
         assert handled == ["a"]
 
-    async def test_a_call_at_the_wrong_time_is_refused(
+    async def test_a_call_in_the_wrong_state_raises_a_lifecycle_error(
         self, new_backend: NewBackend, clock: Clock, name: str
     ) -> None:
         @consume(name)
@@ -54,11 +54,11 @@ class Lifecycle(Harness):
                 service.register(late)
         with pytest.raises(LifecycleError, match="shut down"):
             await service.send(name, "a")
-        with pytest.raises(LifecycleError, match="make a new"):
+        with pytest.raises(LifecycleError, match="a new QueueService"):
             await service.start()
         await service.shutdown()  # idempotent
 
-    async def test_shutdown_waits_for_running_handlers_and_settles_them(
+    async def test_shutdown_waits_for_running_handlers_and_settles_their_messages(
         self, serve: Serve, name: str
     ) -> None:
         started, finished = asyncio.Event(), list[str]()
@@ -74,18 +74,18 @@ class Lifecycle(Harness):
         await started.wait()
         await service.shutdown()
         assert finished == ["a"]
-        again: list[str] = []
+        redelivered: list[str] = []
 
         @consume(name)
         async def handle(body: str) -> None:
-            again.append(body)
+            redelivered.append(body)
 
         await serve(handle)
         await self.elapse(0.5)
-        assert again == [], "it was acknowledged"
+        assert redelivered == [], "the message was acknowledged before the shutdown"
 
     @requires("redelivery")
-    async def test_the_deadline_cancels_and_gives_back_without_a_charge(
+    async def test_the_shutdown_deadline_cancels_handlers_without_counting_an_attempt(
         self, serve: Serve, name: str
     ) -> None:
         started, cancelled = asyncio.Event(), list[str]()
@@ -105,9 +105,9 @@ class Lifecycle(Harness):
         sent = await service.send(name, "a")
         await started.wait()
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        started_at = loop.time()
         await service.shutdown(timeout=0.5)
-        assert 0.5 - 0.002 <= loop.time() - begun < 10
+        assert 0.5 - 0.002 <= loop.time() - started_at < 10
         assert (cancelled, abandoned) == (["a"], [1])
         got: list[tuple[str, int]] = []
 
@@ -120,7 +120,7 @@ class Lifecycle(Harness):
         assert got == [(sent.message_id, 1)]
 
     @requires("redelivery", "prefetch")
-    async def test_what_no_handler_had_begun_is_given_back_at_once(
+    async def test_shutdown_releases_unstarted_messages_immediately(
         self, serve: Serve, name: str
     ) -> None:
         started, release = asyncio.Event(), asyncio.Event()
@@ -143,14 +143,16 @@ class Lifecycle(Harness):
 
         await serve(handle)
         await self.until(lambda: len(got) == 4)
-        assert not stopping.done(), "the handler that runs is waited for"
+        assert not stopping.done(), "shutdown waits for the running handler"
         release.set()
         await stopping
         await self.elapse(0.3)
         assert sorted(got) == [("1", 1), ("2", 1), ("3", 1), ("4", 1)]
 
     @requires("redelivery")
-    async def test_force_does_not_wait_for_handlers(self, serve: Serve, name: str) -> None:
+    async def test_a_forced_shutdown_does_not_wait_for_handlers(
+        self, serve: Serve, name: str
+    ) -> None:
         started = asyncio.Event()
 
         @consume(name)
@@ -178,24 +180,24 @@ class Lifecycle(Harness):
         assert got == [1]
 
     async def test_the_shutdown_event_comes_last(self, serve: Serve, name: str) -> None:
-        told: list[str] = []
+        events: list[str] = []
         started = asyncio.Event()
 
         @consume(name)
         async def slow(body: str) -> None:
             started.set()
             await asyncio.sleep(0.5)
-            told.append("handled")
+            events.append("handled")
 
         service = await serve(slow)
-        service.on("state_change", lambda event: told.append(event.new))
-        service.on("shutdown", lambda event: told.append(f"shutdown {event.abandoned}"))
+        service.on("state_change", lambda event: events.append(event.new))
+        service.on("shutdown", lambda event: events.append(f"shutdown {event.abandoned}"))
         await service.send(name, "a")
         await started.wait()
         await service.shutdown()
-        assert told == ["closing", "handled", "closed", "shutdown 0"]
+        assert events == ["closing", "handled", "closed", "shutdown 0"]
 
-    async def test_health_turns_first_when_a_service_comes_down(
+    async def test_a_service_becomes_unhealthy_before_it_stops(
         self, serve: Serve, name: str
     ) -> None:
         started, finish = asyncio.Event(), asyncio.Event()
@@ -213,12 +215,12 @@ class Lifecycle(Harness):
         await self.until(lambda: not service.ready)
         assert not stopping.done()
         assert service.health_check().status == "unhealthy"
-        assert service.metrics().in_flight == 1, "its handler still runs"
+        assert service.metrics().in_flight == 1, "the handler still runs"
         finish.set()
         await stopping
 
     @requires("redelivery")
-    async def test_a_new_service_handles_what_the_old_one_left(
+    async def test_a_new_service_handles_messages_left_by_the_previous_one(
         self, serve: Serve, name: str
     ) -> None:
         first = await serve()
@@ -281,9 +283,9 @@ class Lifecycle(Harness):
         assert (health.status, health.consumers[0].state) == ("healthy", "paused")
         service.resume(name)
         await self.until(lambda: len(handled) == 3)
-        assert sorted(handled[1:]) == [("a", 1), ("b", 1)], "waiting cost no attempt"
+        assert sorted(handled[1:]) == [("a", 1), ("b", 1)], "waiting must not count as an attempt"
 
-    async def test_a_handler_in_a_thread_is_waited_for_and_settled(
+    async def test_shutdown_waits_for_a_synchronous_handler_and_settles_its_message(
         self, serve: Serve, name: str
     ) -> None:
         started, finish = threading.Event(), threading.Event()
@@ -304,15 +306,15 @@ class Lifecycle(Harness):
         finish.set()
         await self.until_threads(stopping.done)
         assert finished == ["a"]
-        again: list[str] = []
+        redelivered: list[str] = []
 
         @consume(name)
         async def handle(body: str) -> None:
-            again.append(body)
+            redelivered.append(body)
 
         await serve(handle)
         await self.elapse(0.5)
-        assert again == []
+        assert redelivered == []
 
     async def test_a_cancelled_run_shuts_down_cleanly(
         self, new_backend: NewBackend, clock: Clock, name: str
@@ -353,7 +355,7 @@ class Lifecycle(Harness):
         assert service.connection_state == "closed"
 
     @requires("lease")
-    async def test_a_handler_longer_than_ten_leases_runs_once(
+    async def test_a_handler_that_runs_longer_than_ten_leases_runs_once(
         self, serve: Serve, name: str
     ) -> None:
         called: list[int] = []
@@ -366,7 +368,7 @@ class Lifecycle(Harness):
             finished.append(message.attempt)
 
         service = await serve(long, ack_deadline=0.5)
-        other = await serve(long, ack_deadline=0.5)  # it would take what comes back
+        other = await serve(long, ack_deadline=0.5)  # would receive a redelivered message
         await service.send(name, "a")
         await self.until(lambda: finished)
         await self.elapse(1.0)
@@ -386,8 +388,8 @@ class Lifecycle(Harness):
             if isinstance(clock, VirtualClock):
                 clock.jump(5.0)
             else:
-                time.sleep(1.2)  # noqa: ASYNC251  # blocking the loop is the point
-            await asyncio.sleep(0.1)  # what was due meanwhile happens, the renewal first
+                time.sleep(1.2)  # noqa: ASYNC251  # the loop is blocked on purpose
+            await asyncio.sleep(0.1)  # let overdue callbacks run, the lease renewal first
             finished.append(message.attempt)
 
         service = await serve(block, ack_deadline=0.4)

@@ -1,4 +1,4 @@
-"""Names: every allowed one works end to end, none collides, and every other is refused."""
+"""Conformance scenarios for names: valid ones work and do not collide, others are rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from qkit.backend import Backend, QueueSpec
 from qkit.conformance.harness import Harness, NewBackend, Serve, case, requires
-from qkit.conformance.sending import Spied
+from qkit.conformance.sending import RecordingBackend
 from qkit.errors import InvalidName, QueueError, Reject
 from qkit.handlers.channel import Channel
 from qkit.handlers.decorators import channel, consume
@@ -18,8 +18,8 @@ from qkit.message import Message
 
 __all__ = ["Names"]
 
-# Made from a name that is unique; alone, one letter may meet what an earlier run left behind.
-ALLOWED: dict[str, Callable[[str], str]] = {
+# Names derived from a unique name. Only the one-character name may exist from an earlier run.
+VALID: dict[str, Callable[[str], str]] = {
     "one-character": lambda name: random.choice(string.ascii_lowercase),
     "200-characters": lambda name: (name + "x" * 200)[:200],
     "dots": lambda name: f"{name}.eu.west.1",
@@ -34,7 +34,7 @@ ALLOWED: dict[str, Callable[[str], str]] = {
     "everything": lambda name: f"{name}.A-b_C..d--e__9",
 }
 
-REFUSED = {
+INVALID = {
     "empty": "",
     "dot": ".",
     "dot-dot": "..",
@@ -53,17 +53,17 @@ REFUSED = {
     "percent": "a%2Fb",
     "201-characters": "x" * 201,
     "300-characters": "x" * 300,
-    "cyrillic-twin": "ord\u0435rs",
-    "full-width-twin": "\uff4frders",
+    "cyrillic-lookalike": "ord\u0435rs",
+    "full-width-lookalike": "\uff4frders",
     "combining": "cafe\u0301",
     "digits-of-another-script": "\u0661\u0662",
     "zero-width": "a\u200bb",
     "surrogate": "a\ud800",
 }
 
-# What is appended, and whether a broker may refuse the second name because of the first: Kafka
-# writes dots as underscores in its metrics and takes no topic that would look the same there.
-TWINS = [
+# Two suffixes, and whether a broker may reject the second name once the first exists: Kafka
+# replaces dots with underscores in metric names, and rejects a topic whose metrics would collide.
+LOOKALIKES = [
     pytest.param("Case", "case", False, id="case"),
     pytest.param(".a", "-a", False, id="dot-dash"),
     pytest.param("_a", "-a", False, id="underscore-dash"),
@@ -72,8 +72,8 @@ TWINS = [
 ]
 
 
-class Declaring(Spied):
-    """Keeps the name of every queue that is declared, too."""
+class DeclarationRecorder(RecordingBackend):
+    """Backend that also records the name of every declared queue."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
@@ -85,10 +85,10 @@ class Declaring(Spied):
 
 
 class Names(Harness):
-    """What a channel or group may be called."""
+    """Scenarios for the names of channels and groups."""
 
-    @pytest.mark.parametrize("make", ALLOWED.values(), ids=ALLOWED.keys())
-    async def test_an_allowed_name_works_end_to_end(
+    @pytest.mark.parametrize("make", VALID.values(), ids=VALID.keys())
+    async def test_a_valid_name_works_end_to_end(
         self, serve: Serve, name: str, make: Callable[[str], str]
     ) -> None:
         used = make(name)
@@ -97,7 +97,7 @@ class Names(Harness):
         @consume(used)
         async def handle(text: str, message: Message) -> None:
             if text == f"{name} bad":
-                raise Reject("as asked")
+                raise Reject("requested")
             assert message.channel == used
             got.append(text)
 
@@ -112,9 +112,9 @@ class Names(Harness):
         if self.column.depth:
             assert (await service.stats(used)).queue == used
 
-    @pytest.mark.parametrize(("one", "other", "refusable"), TWINS)
+    @pytest.mark.parametrize(("one", "other", "may_be_rejected"), LOOKALIKES)
     async def test_names_that_look_alike_do_not_collide(
-        self, serve: Serve, name: str, one: str, other: str, refusable: bool
+        self, serve: Serve, name: str, one: str, other: str, may_be_rejected: bool
     ) -> None:
         got: list[tuple[str, str]] = []
 
@@ -128,19 +128,19 @@ class Names(Harness):
 
         service = await serve(first)
         try:
-            twin = await serve(second)
+            other_service = await serve(second)
         except QueueError:
-            assert refusable
+            assert may_be_rejected
             return
         for number in range(5):
             await service.send(name + one, f"first {number}")
-            await twin.send(name + other, f"second {number}")
+            await other_service.send(name + other, f"second {number}")
         await self.until(lambda: len(got) >= 10)
-        assert all(text.startswith(who) for who, text in got)
+        assert all(text.startswith(handler) for handler, text in got)
         assert len(got) == len(set(got)) == 10
 
     @requires("depth")
-    async def test_the_broker_knows_the_channel_by_its_own_name(
+    async def test_a_channel_keeps_its_name_on_the_broker(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         service = await serve()
@@ -151,13 +151,15 @@ class Names(Harness):
             assert delivery.envelope.body == b'"a"'
             await subscription.ack(delivery)
 
-    async def test_a_prefix_keeps_two_services_apart(self, serve: Serve, name: str) -> None:
+    async def test_services_with_different_prefixes_are_separate(
+        self, serve: Serve, name: str
+    ) -> None:
         got: list[tuple[str, str]] = []
 
-        def handler(who: str) -> object:
+        def handler(service_name: str) -> object:
             @consume(name)
             async def handle(text: str) -> None:
-                got.append((who, text))
+                got.append((service_name, text))
 
             return handle
 
@@ -168,12 +170,12 @@ class Names(Harness):
         await self.until(lambda: len(got) >= 2)
         assert sorted(got) == [("live", "to live"), ("staging", "to staging")]
 
-    async def test_any_other_name_is_refused_before_anything_leaves(
+    async def test_an_invalid_name_is_rejected_before_anything_is_sent(
         self, serve: Serve, new_backend: NewBackend
     ) -> None:
-        spied = Declaring(new_backend())
-        service = await serve(backend=spied)
-        for which, bad in REFUSED.items():
+        recording = DeclarationRecorder(new_backend())
+        service = await serve(backend=recording)
+        for which, bad in INVALID.items():
             with case(which):
                 for verb in (service.send, service.publish):
                     with pytest.raises(InvalidName) as caught:
@@ -183,11 +185,11 @@ class Names(Harness):
                     assert len(str(caught.value)) < 400
                 with pytest.raises(InvalidName):
                     await service.send_many(bad, ["a"])
-                assert spied.left == []
-                assert spied.declared == []
+                assert recording.published == []
+                assert recording.declared == []
 
-    def test_any_other_name_is_refused_where_it_is_declared(self) -> None:
-        for which, bad in REFUSED.items():
+    def test_an_invalid_name_is_rejected_when_it_is_declared(self) -> None:
+        for which, bad in INVALID.items():
             with case(which):
                 with pytest.raises(InvalidName):
                     Channel(bad)
@@ -199,9 +201,9 @@ class Names(Harness):
                     consume("fine", group=bad)
 
     @requires("depth", "peek", "purge", "delete", "dead_letters")
-    async def test_administration_refuses_any_other_name(self, serve: Serve) -> None:
+    async def test_admin_calls_reject_an_invalid_name(self, serve: Serve) -> None:
         service = await serve()
-        for which, bad in REFUSED.items():
+        for which, bad in INVALID.items():
             with case(which):
                 for operation in (service.stats, service.peek, service.purge, service.delete):
                     with pytest.raises(InvalidName):
@@ -210,8 +212,8 @@ class Names(Harness):
                     await service.dead_letters(bad).list()
 
     @requires("topics")
-    @pytest.mark.parametrize("make", ALLOWED.values(), ids=ALLOWED.keys())
-    async def test_an_allowed_group_works_end_to_end(
+    @pytest.mark.parametrize("make", VALID.values(), ids=VALID.keys())
+    async def test_a_valid_group_works_end_to_end(
         self, serve: Serve, name: str, make: Callable[[str], str]
     ) -> None:
         got: list[str] = []

@@ -1,4 +1,4 @@
-"""Outages: batches that fail, dependencies that are down, and crashes around a dead letter."""
+"""Conformance scenarios for outages: failed batches, unavailable dependencies, crashes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from qkit.message import Envelope, Message, Sent
 
 __all__ = ["Outages"]
 
-QUICK = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
+QUICK: dict[str, float] = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
 ONCE = {"enabled": False}
 
 
 class Outages(Harness):
-    """Failures of many at once, of what a handler needs, and of the process itself."""
+    """Scenarios for failures of a batch, a dependency, the broker or a consumer process."""
 
     @requires("batch", "dead_letters")
-    async def test_a_failed_batch_charges_every_member(self, serve: Serve, name: str) -> None:
+    async def test_a_failed_batch_counts_an_attempt_for_each_message(
+        self, serve: Serve, name: str
+    ) -> None:
         calls: list[list[tuple[str, int]]] = []
 
         @consume(name, batch_size=3, batch_wait=0.2)
@@ -48,7 +50,7 @@ class Outages(Harness):
         assert service.metrics().messages_retried == 3
 
     @requires("batch", "dead_letters")
-    async def test_a_batch_error_settles_the_members_one_by_one(
+    async def test_a_batch_error_settles_each_message_separately(
         self, serve: Serve, name: str
     ) -> None:
         done: list[str] = []
@@ -71,10 +73,10 @@ class Outages(Harness):
         (letter,) = await self.letters(service, name)
         assert (letter.reason, letter.body) == ("ExplicitNack", b'"reject"')
         await self.elapse(0.3)
-        assert sorted(done) == ["fine", "retry"], "a member that was done came back"
+        assert sorted(done) == ["fine", "retry"], "a handled message was delivered again"
 
     @requires("batch", "dead_letters")
-    async def test_undecodable_members_leave_a_batch_first(
+    async def test_undecodable_messages_are_removed_from_a_batch(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         handled: list[int] = []
@@ -90,7 +92,7 @@ class Outages(Harness):
         await self.until(lambda: sorted(handled) == [1, 3])
 
     @requires("redelivery")
-    async def test_an_unavailable_dependency_charges_no_attempt(
+    async def test_an_unavailable_dependency_does_not_count_an_attempt(
         self, serve: Serve, name: str
     ) -> None:
         attempts: list[int] = []
@@ -109,23 +111,23 @@ class Outages(Harness):
         assert (metrics.messages_retried, metrics.messages_failed) == (0, 0)
 
     @requires("redelivery")
-    async def test_an_unavailable_dependency_rests_the_channel_and_one_message_probes(
+    async def test_an_unavailable_dependency_pauses_the_channel_until_one_message_succeeds(
         self, serve: Serve, name: str
     ) -> None:
         loop = asyncio.get_running_loop()
         down = True
         started: list[float] = []
         done: list[str] = []
-        running = most = 0
+        running = peak = 0
 
         @consume(name, concurrency=4)
         async def handle(body: str) -> None:
-            nonlocal running, most
+            nonlocal running, peak
             started.append(loop.time())
             if down:
                 raise Unavailable(retry_after=1.0)
             running += 1
-            most = max(most, running if len(done) == 0 else 0)
+            peak = max(peak, running if len(done) == 0 else 0)
             await asyncio.sleep(0.05)
             running -= 1
             done.append(body)
@@ -134,18 +136,20 @@ class Outages(Harness):
         await service.send(name, "first")
         await self.until(lambda: len(started) == 1)
         await self.until(lambda: service.health_check().consumers[0].state == "paused")
-        assert service.health_check().status == "healthy", "a rest is no fault of the service"
+        assert service.health_check().status == "healthy", "the service must stay healthy"
         await service.send_many(name, [str(number) for number in range(7)])
         await self.elapse(0.5)
-        assert len(started) == 1, "a handler was started while the channel rests"
+        assert len(started) == 1, "a handler was started while the channel was paused"
         down = False
         await self.until(lambda: len(done) == 8)
         assert self.on_time(started[1] - started[0], 1.0)
-        assert most == 1, "one message probes, and the others come once it has succeeded"
+        assert peak == 1, "the others must wait until the first message has succeeded"
         assert service.health_check().consumers[0].state == "consuming"
 
     @requires("redelivery")
-    async def test_resume_ends_a_rest(self, serve: Serve, name: str) -> None:
+    async def test_resume_ends_a_pause_caused_by_an_unavailable_dependency(
+        self, serve: Serve, name: str
+    ) -> None:
         down = True
         done: list[str] = []
 
@@ -156,7 +160,7 @@ class Outages(Harness):
             done.append(body)
 
         service = await serve(handle)
-        await service.send(name, "meets the outage")
+        await service.send(name, "during the outage")
         await self.until(lambda: service.health_check().consumers[0].state == "paused")
         down = False
         await service.send(name, "after it")
@@ -171,7 +175,7 @@ class Outages(Harness):
 
         class Recording(FaultInjectingBackend):
             async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-                await asyncio.sleep(0.1)  # an ack that does not wait for it would come first
+                await asyncio.sleep(0.1)  # an ack that does not wait would overtake the write
                 sent = await super().publish(queue, envelopes)
                 steps.append(f"confirmed {queue}")
                 return sent
@@ -195,7 +199,7 @@ class Outages(Harness):
         ]
 
     @requires("dead_letters", "redelivery")
-    async def test_a_crash_between_dead_letter_and_ack_duplicates_and_never_loses(
+    async def test_a_crash_between_dead_letter_and_ack_causes_a_duplicate_but_no_loss(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         called: list[str] = []
@@ -207,7 +211,7 @@ class Outages(Harness):
                 if not self.crashed:
                     self.crashed = True
                     self.sever()
-                    raise SubscriptionLost("the connection broke before the ack")
+                    raise SubscriptionLost("connection lost before the ack (injected fault)")
                 await super().ack(subscription, delivery)
 
         @consume(name)
@@ -222,21 +226,21 @@ class Outages(Harness):
         letters = await self.letters(service, name, 2)
         assert {letter.message_id for letter in letters} == {sent.message_id}
         await self.elapse(0.5)
-        assert len(called) == 2, "acknowledged by now"
+        assert len(called) == 2, "the message must be acknowledged after the second call"
 
     @requires("dead_letters", "redelivery")
-    async def test_a_dead_letter_that_cannot_be_written_is_tried_again_and_its_handler_is_not(
+    async def test_a_failed_dead_letter_write_is_retried_without_calling_the_handler(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         called: list[int] = []
 
-        class Refusing(FaultInjectingBackend):
-            refusals = 2
+        class FailingDeadLetters(FaultInjectingBackend):
+            failures = 2
 
             async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-                if not queue.endswith(name) and self.refusals:
-                    self.refusals -= 1
-                    raise QueueFull("no room for a dead letter, as the scenario wants it")
+                if not queue.endswith(name) and self.failures:
+                    self.failures -= 1
+                    raise QueueFull("dead-letter queue is full (injected fault)")
                 return await super().publish(queue, envelopes)
 
         @consume(name)
@@ -244,15 +248,15 @@ class Outages(Harness):
             called.append(message.attempt)
             raise ValueError("no")
 
-        service = await serve(fail, backend=Refusing(new_backend()), retry=ONCE)
+        service = await serve(fail, backend=FailingDeadLetters(new_backend()), retry=ONCE)
         sent = await service.send(name, "a")
         (letter,) = await self.letters(service, name, within=30)
         assert (letter.message_id, letter.body) == (sent.message_id, b'"a"')
-        assert called == [1], "its failure was final"
+        assert called == [1], "the handler must not be called again"
         assert service.metrics().messages_dead_lettered == 1
 
     @requires("dead_letters", "redelivery")
-    async def test_a_dead_letter_is_written_again_while_the_connection_fails(
+    async def test_a_dead_letter_write_is_retried_while_the_connection_fails(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         called: list[str] = []
@@ -263,7 +267,7 @@ class Outages(Harness):
             async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
                 if not queue.endswith(name) and self.failures:
                     self.failures -= 1
-                    raise BackendUnavailable("no connection, as the scenario wants it")
+                    raise BackendUnavailable("no connection (injected fault)")
                 return await super().publish(queue, envelopes)
 
         @consume(name)
@@ -274,10 +278,10 @@ class Outages(Harness):
         service = await serve(reject, backend=Unreachable(new_backend()))
         await service.send(name, "a")
         await self.letters(service, name)
-        assert called == ["a"], "the letter was tried again, not the handler"
+        assert called == ["a"], "only the dead-letter write is retried, not the handler"
 
     @requires("redelivery")
-    async def test_what_a_consumer_left_unsettled_goes_to_another(
+    async def test_unsettled_messages_go_to_another_consumer(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         handled: list[str] = []
@@ -296,7 +300,7 @@ class Outages(Harness):
         assert handled == [sent.message_id]
 
     @requires("lease", "counts_crashes")
-    async def test_a_delivery_whose_consumer_died_is_counted(
+    async def test_a_delivery_to_a_crashed_consumer_counts_as_an_attempt(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         attempts: list[int] = []
@@ -308,13 +312,13 @@ class Outages(Harness):
         producer = await serve(ack_deadline=0.5)
         await producer.send(name, "a")
         async with self.subscribe(backend, name, ack_deadline=0.5) as dead:
-            await self.take(dead)  # and it says nothing any more
+            await self.take(dead)  # never settled, as if the consumer had crashed
             await serve(handle, ack_deadline=0.5)
             await self.until(lambda: attempts)
             assert attempts == [2]
 
     @requires("lease", "counts_crashes", "dead_letters")
-    async def test_a_message_that_kills_its_consumers_ends_in_the_dead_letters(
+    async def test_a_message_that_crashes_its_consumers_is_dead_lettered(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         called: list[str] = []

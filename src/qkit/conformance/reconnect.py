@@ -1,4 +1,4 @@
-"""Reconnect: subscriptions that break, brokers that cannot be reached, queues that vanish."""
+"""Conformance scenarios for reconnection: lost subscriptions, outages, deleted queues."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ __all__ = ["Reconnect"]
 
 
 class Unreachable(FaultInjectingBackend):
-    """A backend on which nobody can subscribe while ``down``, or ``failures`` more times."""
+    """Backend that cannot subscribe while ``down`` is true or ``failures`` is above 0."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self.down = False
-        self.failures = 0
-        self.tries: list[float] = []
+        self.failures: int = 0
+        self.attempts: list[float] = []
 
     async def subscribing(self, spec: SubscriptionSpec) -> None:
-        self.tries.append(asyncio.get_running_loop().time())
+        self.attempts.append(asyncio.get_running_loop().time())
         if self.down or self.failures:
             self.failures = max(0, self.failures - 1)
-            raise BackendUnavailable("nobody answers, as the scenario wants it")
+            raise BackendUnavailable("no response (injected fault)")
 
 
 class Reconnect(Harness):
-    """A consumer outlives its connection."""
+    """Scenarios for consumers and producers that recover from a lost connection."""
 
-    async def exists(self, service: QueueService, name: str) -> bool:
-        """Whether the broker has such a queue."""
+    async def _exists(self, service: QueueService, name: str) -> bool:
+        """Return whether the queue exists on the broker."""
         try:
             await service.stats(name)
         except QueueNotFound:
             return False
         return True
 
-    async def test_a_broken_subscription_is_opened_again(
+    async def test_a_broken_subscription_is_reopened(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         backend = Unreachable(new_backend())
@@ -60,12 +60,12 @@ class Reconnect(Harness):
         await service.send(name, "before")
         await self.until(lambda: handled == ["before"])
         backend.sever()
-        await self.until(lambda: len(backend.tries) == 2)
+        await self.until(lambda: len(backend.attempts) == 2)
         await self.until(lambda: service.ready)
         await service.send(name, "after")
         await self.until(lambda: handled == ["before", "after"])
 
-    async def test_the_connection_s_states_are_told(
+    async def test_a_reconnection_emits_state_changes(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         backend = Unreachable(new_backend())
@@ -90,14 +90,14 @@ class Reconnect(Harness):
         assert 0 < event.seconds < 10
 
     @requires("redelivery", "prefetch")
-    async def test_handlers_of_a_broken_subscription_stop_and_their_messages_come_again(
+    async def test_a_broken_subscription_cancels_its_handlers_and_redelivers_their_messages(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         backend = Unreachable(new_backend())
         called: list[str] = []
         cancelled: list[str] = []
 
-        @consume(name, concurrency=2, prefetch=5)  # a free slot: a receive is parked and breaks
+        @consume(name, concurrency=2, prefetch=5)  # prefetch above concurrency: a receive waits
         async def handle(body: str) -> None:
             called.append(body)
             if len(called) > 2:
@@ -113,13 +113,13 @@ class Reconnect(Harness):
         await self.until(lambda: len(called) == 2)
         backend.sever()
         await self.until(lambda: len(called) == 4)
-        assert sorted(cancelled) == ["a", "b"], "their acks would have been refused"
+        assert sorted(cancelled) == ["a", "b"], "handlers that can no longer ack must be cancelled"
         assert sorted(called[2:]) == ["a", "b"]
         await self.elapse(0.3)
         assert len(called) == 4
         assert service.metrics().messages_failed == 0
 
-    async def test_a_consumer_tries_again_with_growing_waits(
+    async def test_a_consumer_resubscribes_with_backoff(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         backend = Unreachable(new_backend())
@@ -132,14 +132,14 @@ class Reconnect(Harness):
         service = await serve(handle, backend=backend)
         backend.failures = 3
         backend.sever()
-        await self.until(lambda: len(backend.tries) == 5)
-        waits = [later - earlier for earlier, later in itertools.pairwise(backend.tries[1:])]
+        await self.until(lambda: len(backend.attempts) == 5)
+        waits = [later - earlier for earlier, later in itertools.pairwise(backend.attempts[1:])]
         assert 0.05 < waits[0] < waits[1] < waits[2] < 10
         await self.until(lambda: service.ready)
         await service.send(name, "a")
         await self.until(lambda: handled == ["a"])
 
-    async def test_a_service_starts_also_when_a_consumer_is_late(
+    async def test_a_service_starts_while_a_consumer_cannot_subscribe_yet(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         backend = Unreachable(new_backend())
@@ -155,7 +155,7 @@ class Reconnect(Harness):
         await service.send(name, "a")
         await self.until(lambda: handled == ["a"])
 
-    async def test_health_is_true_during_an_outage_and_after_it(
+    async def test_health_is_accurate_during_and_after_an_outage(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         backend = Unreachable(new_backend())
@@ -168,7 +168,7 @@ class Reconnect(Harness):
         backend.down = True
         backend.sever()
         await self.until(lambda: not service.ready)
-        await self.until(lambda: len(backend.tries) >= 3)
+        await self.until(lambda: len(backend.attempts) >= 3)
         health = service.health_check()
         assert (health.status, health.consumers[0].state) == ("unhealthy", "reconnecting")
         assert "BackendUnavailable" in (health.last_error or "")
@@ -179,7 +179,7 @@ class Reconnect(Harness):
         assert health.consumers[0].state == "consuming"
 
     @requires("redelivery")
-    async def test_what_was_sent_during_an_outage_is_handled_after_it(
+    async def test_messages_sent_during_an_outage_are_handled_after_it(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         backend = Unreachable(new_backend())
@@ -200,17 +200,17 @@ class Reconnect(Harness):
         backend.down = False
         await self.until(lambda: sorted(handled) == ["a", "b"])
 
-    async def test_a_send_that_meets_a_broken_connection_is_tried_again(
+    async def test_a_send_on_a_broken_connection_is_retried(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
-        tried: list[list[str]] = []
+        attempts: list[list[str]] = []
         handled: list[str] = []
 
         class Flaky(FaultInjectingBackend):
             async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-                tried.append([envelope.id for envelope in envelopes])
-                if len(tried) < 3:
-                    raise BackendUnavailable("reset, as the scenario wants it")
+                attempts.append([envelope.id for envelope in envelopes])
+                if len(attempts) < 3:
+                    raise BackendUnavailable("connection reset (injected fault)")
                 return await super().publish(queue, envelopes)
 
         @consume(name)
@@ -219,38 +219,38 @@ class Reconnect(Harness):
 
         service = await serve(handle, backend=Flaky(new_backend()))
         sent = await service.send(name, "a")
-        assert tried == [[sent.message_id]] * 3, "under the same id"
+        assert attempts == [[sent.message_id]] * 3, "each attempt must have the same id"
         await self.until(lambda: handled)
         assert handled == [sent.message_id]
         assert service.metrics().messages_sent == 1
 
     @requires("lease")
-    async def test_a_message_whose_ack_failed_comes_again_when_its_lease_ends(
+    async def test_a_message_whose_ack_failed_is_redelivered_when_its_lease_expires(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
         handled: list[int] = []
 
-        class Deaf(FaultInjectingBackend):
-            refusals = 1
+        class AckFails(FaultInjectingBackend):
+            failures = 1
 
             async def ack(self, subscription: Subscription, delivery: Delivery) -> None:
-                if self.refusals:
-                    self.refusals -= 1
-                    raise BackendUnavailable("no answer, as the scenario wants it")
+                if self.failures:
+                    self.failures -= 1
+                    raise BackendUnavailable("no response (injected fault)")
                 await super().ack(subscription, delivery)
 
         @consume(name)
         async def handle(body: str, message: Message) -> None:
             handled.append(message.attempt)
 
-        service = await serve(handle, backend=Deaf(new_backend()), ack_deadline=0.5)
+        service = await serve(handle, backend=AckFails(new_backend()), ack_deadline=0.5)
         await service.send(name, "a")
         await self.until(lambda: len(handled) == 2)
         await self.elapse(1.0)
         assert len(handled) == 2
 
     @requires("delete", "depth")
-    async def test_a_queue_deleted_under_its_consumer_is_declared_again(
+    async def test_a_queue_deleted_while_it_is_consumed_is_declared_again(
         self, serve: Serve, name: str
     ) -> None:
         handled: list[str] = []
@@ -265,8 +265,8 @@ class Reconnect(Harness):
         other = await serve()
         await other.delete(name)
         async with asyncio.timeout(30):
-            # The consumer declares it, without a send.
-            while not await self.exists(other, name):  # noqa: ASYNC110  # no event tells
+            # The consumer declares the queue again without a send.
+            while not await self._exists(other, name):  # noqa: ASYNC110  # there is no event to wait for
                 await asyncio.sleep(0.05)
         await self.until(lambda: service.ready, within=30)
         await service.send(name, "after")
@@ -284,9 +284,9 @@ class Reconnect(Harness):
         await service.start()
         backend.down = True
         backend.sever()
-        await self.until(lambda: len(backend.tries) >= 3)
+        await self.until(lambda: len(backend.attempts) >= 3)
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        started_at = loop.time()
         await service.shutdown()
-        assert loop.time() - begun < 5 + self.late(0.0)
+        assert loop.time() - started_at < 5 + self.late(0.0)
         assert service.connection_state == "closed"

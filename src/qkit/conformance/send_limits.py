@@ -1,4 +1,4 @@
-"""The limits of a send: compression, sizes, full queues, and the right verb."""
+"""Conformance scenarios for send limits: compression, body size, full queues, channel kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from qkit._internal.ids import new_id
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
-from qkit.conformance.sending import Spied, collecting
+from qkit.conformance.sending import RecordingBackend, collecting
 from qkit.errors import PartialSend, PayloadTooLarge, QueueFull, Unsupported
 from qkit.handlers.channel import Channel
 from qkit.message import CONTENT_ENCODING, Envelope, Reason, Sent
@@ -18,7 +18,7 @@ __all__ = ["SendLimits"]
 
 
 class SendLimits(Harness):
-    """What is too large, too many, or sent by the wrong verb."""
+    """Scenarios for compressed and oversized bodies, full queues and the wrong kind of channel."""
 
     # -- compression and size ----------------------------------------------------------------
 
@@ -28,7 +28,7 @@ class SendLimits(Harness):
     async def test_a_compressed_body_arrives_as_it_was_sent(
         self, serve: Serve, name: str, body: object
     ) -> None:
-        """The receiver need not compress itself to understand it."""
+        """A receiver that does not set ``compression`` decompresses the body too."""
         handler, got = collecting(name, type(body))
         await serve(handler)
         sender = await serve(compression="gzip")
@@ -37,7 +37,7 @@ class SendLimits(Harness):
         assert got == [body]
 
     @requires("depth")
-    async def test_a_compressed_body_is_small_on_the_broker(
+    async def test_a_compressed_body_is_stored_compressed(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         service = await serve(compression="gzip")
@@ -51,27 +51,27 @@ class SendLimits(Harness):
             await subscription.ack(delivery)
 
     @pytest.mark.parametrize("compression", [None, "gzip"])
-    async def test_a_body_beyond_the_limit_is_refused_before_anything_leaves(
+    async def test_an_oversized_body_is_rejected_before_anything_is_sent(
         self, serve: Serve, new_backend: NewBackend, name: str, compression: str | None
     ) -> None:
-        """Compression does not help it: what arrives is as large."""
+        """The limit applies to the uncompressed body."""
         handler, got = collecting(name, str)
-        spied = Spied(new_backend())
+        recording = RecordingBackend(new_backend())
         service = await serve(
-            handler, backend=spied, max_message_bytes=1_000, compression=compression
+            handler, backend=recording, max_message_bytes=1_000, compression=compression
         )
         with pytest.raises(PayloadTooLarge):
             await service.send(name, "x" * 999)
         with pytest.raises(PayloadTooLarge):
             await service.send_many(name, ["fits", "x" * 999])
-        assert spied.left == []
-        await service.send(name, "x" * 998)  # with its quotes exactly the limit
+        assert recording.published == []
+        await service.send(name, "x" * 998)  # exactly the limit, including the JSON quotes
         await self.until(lambda: got)
         assert got == ["x" * 998]
 
     @requires("dead_letters")
     @pytest.mark.parametrize("compressed", [False, True], ids=["plain", "bomb"])
-    async def test_a_body_beyond_the_limit_that_arrives_is_a_dead_letter(
+    async def test_an_oversized_body_that_arrives_is_dead_lettered(
         self, serve: Serve, backend: Backend, name: str, compressed: bool
     ) -> None:
         handler, got = collecting(name, str)
@@ -89,10 +89,10 @@ class SendLimits(Harness):
         await self.until(lambda: got)
         assert got == ["next"]
 
-    # -- refusals ----------------------------------------------------------------------------
+    # -- full queues and the wrong kind of channel -------------------------------------------
 
     @requires("depth")
-    async def test_a_full_queue_refuses_a_send_and_takes_the_next_when_there_is_room(
+    async def test_a_full_queue_rejects_sends_until_it_has_space(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         service = await serve()
@@ -112,7 +112,7 @@ class SendLimits(Harness):
             assert delivery.envelope.body == b"4"
 
     @requires("depth")
-    async def test_a_batch_that_does_not_fit_says_which_were_accepted(
+    async def test_a_batch_that_does_not_fit_reports_the_accepted_messages(
         self, serve: Serve, name: str
     ) -> None:
         service = await serve()
@@ -127,7 +127,7 @@ class SendLimits(Harness):
         assert service.metrics().messages_sent == 1 + len(accepted)
 
     @requires("topics", "queues")
-    async def test_send_to_a_topic_is_refused(self, serve: Serve, name: str) -> None:
+    async def test_send_to_a_topic_raises(self, serve: Serve, name: str) -> None:
         service = await serve()
         topic = Channel(name, str, broadcast=True)
         await service.publish(topic, "a")
@@ -138,7 +138,7 @@ class SendLimits(Harness):
         assert service.metrics().messages_sent == 1
 
     @requires("queues", "depth")
-    async def test_publish_to_a_queue_is_refused(self, serve: Serve, name: str) -> None:
+    async def test_publish_to_a_queue_raises(self, serve: Serve, name: str) -> None:
         service = await serve()
         await service.send(name, "a")
         with pytest.raises(Unsupported):

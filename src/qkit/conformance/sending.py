@@ -1,4 +1,4 @@
-"""Sending: every type of body, confirmation, positions, batches and concurrent sends."""
+"""Conformance scenarios for sends: body types, confirmation, position, batches, concurrency."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from pydantic import BaseModel
-from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from qkit.backend import Backend
 from qkit.conformance.fault_injection import FaultInjectingBackend
@@ -19,39 +19,39 @@ from qkit.handlers.channel import Channel
 from qkit.handlers.decorators import consume
 from qkit.message import Envelope, Message, Sent
 
-__all__ = ["Sending", "Spied", "collecting"]
+__all__ = ["RecordingBackend", "Sending", "collecting"]
 
 
 class Order(BaseModel):
-    """A body as most users have it."""
+    """Pydantic model used as a body."""
 
     id: int
     total: float = 0.0
 
 
 class Invoice(BaseModel):
-    """A body that no channel here takes."""
+    """Model that does not match the body type of the channel under test."""
 
     number: str
 
 
 @dataclass
 class Point:
-    """A dataclass as a body."""
+    """Dataclass used as a body."""
 
     x: int
     y: float
 
 
 class Address(TypedDict):
-    """A TypedDict as a body."""
+    """TypedDict used as a body."""
 
     street: str
     number: int
 
 
 class Basket(BaseModel):
-    """Types inside types."""
+    """Pydantic model with nested types, used as a body."""
 
     orders: list[Order]
     places: dict[str, Point]
@@ -105,7 +105,7 @@ WRONG_BODIES: dict[str, object] = {
 def collecting(
     channel: Channel[str] | str, kind: object
 ) -> tuple[Callable[..., object], list[object]]:
-    """A handler whose body is of ``kind``, and the list of what it got."""
+    """Return a handler for bodies of type ``kind``, and the list of bodies it received."""
     got: list[object] = []
 
     async def collect(body: object) -> None:
@@ -115,20 +115,20 @@ def collecting(
     return consume(channel)(collect), got
 
 
-class Spied(FaultInjectingBackend):
-    """Keeps every envelope that leaves."""
+class RecordingBackend(FaultInjectingBackend):
+    """Backend that records every published envelope."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
-        self.left: list[Envelope] = []
+        self.published: list[Envelope] = []
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        self.left += envelopes
+        self.published += envelopes
         return await super().publish(queue, envelopes)
 
 
 class Sending(Harness):
-    """What a send promises."""
+    """Scenarios for what a send guarantees."""
 
     # -- bodies ------------------------------------------------------------------------------
 
@@ -150,21 +150,23 @@ class Sending(Harness):
         await self.until(lambda: got)
         assert got == [Order(id=1, total=2.5)]
 
-    async def test_a_body_of_the_wrong_type_is_refused_before_anything_leaves(
+    async def test_a_body_of_the_wrong_type_is_rejected_before_anything_is_sent(
         self, serve: Serve, new_backend: NewBackend, name: str
     ) -> None:
         handler, _ = collecting(name, Order)
-        spied = Spied(new_backend())
-        service = await serve(handler, backend=spied)
+        recording = RecordingBackend(new_backend())
+        service = await serve(handler, backend=recording)
         for which, body in WRONG_BODIES.items():
             with case(which):
                 with pytest.raises(InvalidBody, match="Order"):
                     await service.send(name, body)
-                assert spied.left == []
+                assert recording.published == []
                 assert service.metrics().messages_sent == 0
 
-    async def test_a_channel_carries_its_type_to_every_send(self, serve: Serve, name: str) -> None:
-        """Also to one by the bare name, and also where no handler is registered."""
+    async def test_the_type_of_a_channel_applies_to_every_send(
+        self, serve: Serve, name: str
+    ) -> None:
+        """The type also applies to sends by channel name and in services without a handler."""
         handler, got = collecting(name, Order)
         service, sender = await serve(handler), await serve()
         orders = Channel(name, Order)
@@ -172,7 +174,7 @@ class Sending(Harness):
         await sender.send(orders, Order(id=2))
         await self.until(lambda: len(got) == 2)
         with pytest.raises(InvalidBody):
-            await sender.send(orders, Invoice(number="1"))  # type: ignore[misc]  # the mistake is the point
+            await sender.send(orders, Invoice(number="1"))  # type: ignore[misc]  # wrong type on purpose
         with pytest.raises(InvalidBody):
             await sender.send(name, {"id": "x"})
         with pytest.raises(ConfigError, match="Invoice"):
@@ -182,7 +184,7 @@ class Sending(Harness):
     # -- confirmation ------------------------------------------------------------------------
 
     @requires("depth")
-    async def test_a_message_is_there_when_send_returns(
+    async def test_a_message_is_on_the_broker_when_send_returns(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:
         service = await serve()
@@ -202,7 +204,7 @@ class Sending(Harness):
         await self.until(lambda: got)
         assert got == ["early"]
 
-    async def test_ids_sort_by_the_order_of_sends_and_reach_the_handler(
+    async def test_message_ids_sort_in_send_order_and_reach_the_handler(
         self, serve: Serve, name: str
     ) -> None:
         seen: dict[int, str] = {}
@@ -224,7 +226,7 @@ class Sending(Harness):
         assert [sent.position for sent in await service.send_many(name, [3, 4])] == [3, 4]
 
     @requires("position", "priority")
-    async def test_the_position_leaves_out_lower_priorities(self, serve: Serve, name: str) -> None:
+    async def test_the_position_ignores_lower_priorities(self, serve: Serve, name: str) -> None:
         service = await serve()
         for priority in (2, 5, 8):
             await service.send(name, "a", priority=priority)
@@ -238,18 +240,18 @@ class Sending(Harness):
         assert (await service.send(name, "a", delay=60)).position is None
 
     @requires("priority")
-    async def test_a_priority_out_of_range_is_refused_before_anything_leaves(
+    async def test_a_priority_out_of_range_is_rejected_before_anything_is_sent(
         self, serve: Serve, new_backend: NewBackend, name: str
     ) -> None:
-        spied = Spied(new_backend())
-        service = await serve(backend=spied)
+        recording = RecordingBackend(new_backend())
+        service = await serve(backend=recording)
         for priority in (-1, 10):
             with case(str(priority)):
                 with pytest.raises(InvalidPriority):
                     await service.send(name, "a", priority=priority)
-                assert spied.left == []
+                assert recording.published == []
 
-    # -- many --------------------------------------------------------------------------------
+    # -- batches and concurrency -------------------------------------------------------------
 
     async def test_send_many_keeps_the_order(self, serve: Serve, name: str) -> None:
         seen: list[tuple[int, str]] = []
@@ -263,27 +265,27 @@ class Sending(Harness):
         await self.until(lambda: len(seen) == 100)
         assert seen == [(number, item.message_id) for number, item in enumerate(sent)]
 
-    async def test_send_many_of_nothing_sends_nothing(
+    async def test_send_many_with_no_bodies_sends_nothing(
         self, serve: Serve, new_backend: NewBackend, name: str
     ) -> None:
-        spied = Spied(new_backend())
-        service = await serve(backend=spied)
+        recording = RecordingBackend(new_backend())
+        service = await serve(backend=recording)
         assert await service.send_many(name, []) == []
-        assert spied.left == []
+        assert recording.published == []
 
-    async def test_send_many_checks_every_body_before_the_first_leaves(
+    async def test_send_many_checks_every_body_before_it_sends_any(
         self, serve: Serve, new_backend: NewBackend, name: str
     ) -> None:
         handler, _ = collecting(name, Order)
-        spied = Spied(new_backend())
-        service = await serve(handler, backend=spied)
+        recording = RecordingBackend(new_backend())
+        service = await serve(handler, backend=recording)
         orders: list[object] = [Order(id=number) for number in range(1_000)]
         with pytest.raises(InvalidBody):
             await service.send_many(name, [*orders, Invoice(number="1")])
-        assert spied.left == []
+        assert recording.published == []
         assert service.metrics().messages_sent == 0
 
-    async def test_a_large_batch_arrives_whole(self, serve: Serve, name: str) -> None:
+    async def test_a_large_batch_arrives_completely(self, serve: Serve, name: str) -> None:
         handler, got = collecting(name, int)
         service = await serve(handler)
         sent = await service.send_many(name, range(2_500))

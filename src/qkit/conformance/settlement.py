@@ -1,4 +1,4 @@
-"""Settlement: ack, release, leases, and a ``receive`` that can be cancelled at any moment."""
+"""Conformance scenarios for settlement: ack, release, leases, cancellation of ``receive``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 
 __all__ = ["Settlement"]
 
-GONE = (AckDeadlineExceeded, MessageNotFound)
+NOT_SETTLEABLE = (AckDeadlineExceeded, MessageNotFound)
 
 
 class Settlement(Harness):
-    """What becomes of a delivery once somebody has it."""
+    """Scenarios for acks, releases and leases."""
 
-    async def test_an_acknowledged_message_does_not_come_back(
+    async def test_an_acknowledged_message_is_not_redelivered(
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name)
@@ -29,11 +29,13 @@ class Settlement(Harness):
             (delivery,) = await self.take(subscription)
             await subscription.ack(delivery)
             await self.nothing(subscription, 0.2)
-        async with self.subscribe(backend, name) as again:
-            await self.nothing(again)
+        async with self.subscribe(backend, name) as second:
+            await self.nothing(second)
 
     @requires("redelivery")
-    async def test_a_released_message_comes_back_at_once(self, backend: Backend, name: str) -> None:
+    async def test_a_released_message_is_redelivered_immediately(
+        self, backend: Backend, name: str
+    ) -> None:
         await self.declare(backend, name)
         (message_id,) = await self.put(backend, name, "a")
         async with self.subscribe(backend, name) as subscription:
@@ -45,7 +47,7 @@ class Settlement(Harness):
             await subscription.ack(second)
 
     @requires("redelivery")
-    async def test_each_delivery_has_the_next_attempt_number(
+    async def test_each_delivery_increments_the_attempt_number(
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name, max_deliveries=10)
@@ -57,7 +59,7 @@ class Settlement(Harness):
                 await subscription.release(delivery, 0.0)
 
     @requires("redelivery")
-    async def test_a_release_that_is_not_charged_repeats_the_attempt_number(
+    async def test_a_release_without_count_attempt_keeps_the_attempt_number(
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name)
@@ -69,7 +71,7 @@ class Settlement(Harness):
                 await subscription.release(delivery, 0.0, count_attempt=False)
 
     @requires("redelivery", "delay")
-    async def test_a_delayed_release_is_never_early_and_not_late(
+    async def test_a_message_released_with_a_delay_is_redelivered_on_time(
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name)
@@ -85,7 +87,7 @@ class Settlement(Harness):
             assert second.envelope.attempt == 2
 
     @requires("redelivery")
-    async def test_release_writes_the_headers_back(self, backend: Backend, name: str) -> None:
+    async def test_release_stores_the_changed_headers(self, backend: Backend, name: str) -> None:
         await self.declare(backend, name)
         await self.put(backend, name, "a", headers={"kept": "1"})
         async with self.subscribe(backend, name) as subscription:
@@ -97,24 +99,24 @@ class Settlement(Harness):
             assert second.envelope.headers["added"] == "2"
 
     @requires("redelivery")
-    async def test_settling_twice_is_refused(self, backend: Backend, name: str) -> None:
+    async def test_settling_a_delivery_twice_raises(self, backend: Backend, name: str) -> None:
         await self.declare(backend, name)
         await self.put(backend, name, "a", "b")
         async with self.subscribe(backend, name) as subscription:
             first, second = await self.take(subscription, 2)
             await subscription.ack(first)
-            with pytest.raises(GONE):
+            with pytest.raises(NOT_SETTLEABLE):
                 await subscription.ack(first)
-            with pytest.raises(GONE):
+            with pytest.raises(NOT_SETTLEABLE):
                 await subscription.release(first, 0.0)
             await subscription.release(second, 0.0)
-            with pytest.raises(GONE):
+            with pytest.raises(NOT_SETTLEABLE):
                 await subscription.ack(second)
-            (again,) = await self.take(subscription)
-            assert again.envelope.body == b"b"
+            (redelivered,) = await self.take(subscription)
+            assert redelivered.envelope.body == b"b"
 
     @requires("lease")
-    async def test_an_expired_lease_brings_the_message_back_and_counts(
+    async def test_an_expired_lease_redelivers_the_message_and_counts_an_attempt(
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name, ack_deadline=1.0)
@@ -123,12 +125,12 @@ class Settlement(Harness):
             loop = asyncio.get_running_loop()
             claimed = loop.time()
             await self.take(subscription)
-            (again,) = await self.take(subscription)
-            assert again.envelope.attempt == 2
+            (redelivered,) = await self.take(subscription)
+            assert redelivered.envelope.attempt == 2
             assert 1.0 - 0.002 <= loop.time() - claimed <= 1.0 + 5.0
 
     @requires("lease")
-    async def test_a_late_ack_is_refused_and_settles_nobody_elses_delivery(
+    async def test_a_late_ack_raises_and_settles_no_other_delivery(
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name, ack_deadline=1.0)
@@ -159,7 +161,7 @@ class Settlement(Harness):
             await self.nothing(subscription, 2.0)
 
     @requires("lease")
-    async def test_a_lease_is_as_long_as_the_consumer_asked(
+    async def test_a_lease_lasts_as_long_as_the_consumer_requested(
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name, ack_deadline=1.0)
@@ -171,10 +173,10 @@ class Settlement(Harness):
             await subscription.ack(delivery)
 
     @requires("lease", "counts_crashes", "dead_letters")
-    async def test_a_message_whose_leases_run_out_too_often_is_a_dead_letter(
+    async def test_a_message_whose_lease_expires_too_often_is_dead_lettered(
         self, backend: Backend, name: str
     ) -> None:
-        """In the backend; with a service: ``…kills_its_consumers_ends_in_the_dead_letters``."""
+        """Only for backends that write dead letters; ``Outages`` covers the others."""
         self.require_dead_letter_source(backend)
         await self.declare(backend, name, ack_deadline=0.5, max_deliveries=2)
         (message_id,) = await self.put(backend, name, "a")
@@ -189,22 +191,20 @@ class Settlement(Harness):
             assert letter.envelope.body == b"a"
 
     @requires("redelivery")
-    async def test_leaving_a_subscription_gives_back_what_it_holds_uncharged(
+    async def test_closing_a_subscription_releases_its_messages_without_counting_an_attempt(
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name)
         await self.put(backend, name, "a", "b")
         async with self.subscribe(backend, name) as subscription:
             await self.take(subscription, 2)
-        async with self.subscribe(backend, name) as again:
-            deliveries = await self.take(again, 2)
+        async with self.subscribe(backend, name) as second:
+            deliveries = await self.take(second, 2)
             assert sorted(bodies(deliveries)) == ["a", "b"]
             if self.column.counts_crashes:
                 assert [delivery.envelope.attempt for delivery in deliveries] == [1, 1]
 
-    async def test_what_was_delivered_can_be_settled_after_stop(
-        self, backend: Backend, name: str
-    ) -> None:
+    async def test_deliveries_can_be_settled_after_stop(self, backend: Backend, name: str) -> None:
         await self.declare(backend, name)
         async with self.subscribe(backend, name) as subscription:
             await self.put(backend, name, "a")
@@ -212,8 +212,8 @@ class Settlement(Harness):
             await subscription.stop()
             assert await subscription.receive(5) == []
             await subscription.ack(delivery)
-        async with self.subscribe(backend, name) as again:
-            await self.nothing(again)
+        async with self.subscribe(backend, name) as second:
+            await self.nothing(second)
 
     async def test_stop_wakes_a_parked_receive(self, backend: Backend, name: str) -> None:
         await self.declare(backend, name)
@@ -226,11 +226,11 @@ class Settlement(Harness):
                 assert await parked == []
 
     @requires("redelivery")
-    async def test_a_cancelled_receive_loses_nothing(self, backend: Backend, name: str) -> None:
-        """Cancel ``receive`` at random moments around an arrival, fifty times."""
+    async def test_a_cancelled_receive_loses_no_message(self, backend: Backend, name: str) -> None:
+        """Cancel ``receive`` fifty times, at random moments around the arrival of a message."""
         seed = random.randrange(2**32)
         print(f"seed {seed}")
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         await self.declare(backend, name, max_deliveries=100)
         sent: list[str] = []
         got: list[str] = []
@@ -243,11 +243,11 @@ class Settlement(Harness):
         async with self.subscribe(backend, name, prefetch=100) as subscription:
             for number in range(50):
                 receiving = asyncio.ensure_future(subscription.receive(5))
-                for _ in range(dice.randrange(4)):
+                for _ in range(rng.randrange(4)):
                     await asyncio.sleep(0)
                 sent += await self.put(backend, name, str(number))
-                for _ in range(dice.randrange(6)):
-                    await asyncio.sleep(dice.choice([0, 0, 0.0005]))
+                for _ in range(rng.randrange(6)):
+                    await asyncio.sleep(rng.choice([0, 0, 0.0005]))
                 receiving.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await settle(subscription, await receiving)
@@ -256,10 +256,12 @@ class Settlement(Harness):
                     while set(got) != set(sent):
                         await settle(subscription, await subscription.receive(10))
             except TimeoutError:
-                raise AssertionError(f"lost {len(set(sent) - set(got))} of 50") from None
+                raise AssertionError(f"lost {len(set(sent) - set(got))} of 50 messages") from None
 
     @requires("redelivery")
-    async def test_two_receives_at_once_share_what_comes(self, backend: Backend, name: str) -> None:
+    async def test_concurrent_receives_share_the_messages(
+        self, backend: Backend, name: str
+    ) -> None:
         await self.declare(backend, name)
         async with self.subscribe(backend, name) as one, self.subscribe(backend, name) as two:
             waiting = [asyncio.ensure_future(each.receive(1)) for each in (one, two)]
@@ -267,19 +269,19 @@ class Settlement(Harness):
             await self.put(backend, name, "a", "b")
             async with asyncio.timeout(30):
                 found = [delivery for task in waiting for delivery in await task]
-                while len(found) < 2:  # one of them may have been given both
+                while len(found) < 2:  # one call may have received both messages
                     found += await one.receive(1) or await two.receive(1)
             assert sorted(bodies(found)) == ["a", "b"]
 
     @requires("redelivery")
-    async def test_a_foreign_receipt_settles_nothing(self, backend: Backend, name: str) -> None:
+    async def test_an_unknown_receipt_settles_nothing(self, backend: Backend, name: str) -> None:
         await self.declare(backend, name)
         await self.put(backend, name, "a")
         async with self.subscribe(backend, name) as subscription:
             (delivery,) = await self.take(subscription)
-            forged = Delivery(delivery.envelope, name, None)
+            forged_delivery = Delivery(delivery.envelope, name, None)
             with pytest.raises(QueueError):
-                await subscription.ack(forged)
+                await subscription.ack(forged_delivery)
             await subscription.release(delivery, 0.0)
-            (again,) = await self.take(subscription)
-            await subscription.ack(again)
+            (redelivered,) = await self.take(subscription)
+            await subscription.ack(redelivered)

@@ -1,4 +1,4 @@
-"""Order and time: priorities, delays, time to live, and order per key."""
+"""Conformance scenarios for order and time: priorities, delays, TTL and order per key."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Timing"]
 
 
 class Timing(Harness):
-    """When a message is delivered, and in which order."""
+    """Scenarios for the time and order of deliveries."""
 
     # -- priority ----------------------------------------------------------------------------
 
     @requires("priority")
-    async def test_a_higher_priority_comes_first_and_equals_keep_their_order(
+    async def test_higher_priorities_are_delivered_first_and_equal_ones_in_order(
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name, max_priority=9)
@@ -33,7 +33,7 @@ class Timing(Harness):
             assert bodies(await self.take(subscription, 7)) == list("bdcgafe")
 
     @requires("priority")
-    async def test_a_message_without_a_priority_stands_in_the_middle(
+    async def test_a_message_without_a_priority_gets_the_default_priority(
         self, serve: Serve, name: str
     ) -> None:
         got: list[str] = []
@@ -57,16 +57,14 @@ class Timing(Harness):
             (delivery,) = await self.take(subscription)
             await self.put(backend, name, "low", "lower", priority=2)
             await subscription.release(delivery, 0.0)
-            (again,) = await self.take(subscription)
-            assert again.envelope.body == b"high"
-            assert again.envelope.priority == 8
+            (redelivered,) = await self.take(subscription)
+            assert redelivered.envelope.body == b"high"
+            assert redelivered.envelope.priority == 8
 
     # -- delay -------------------------------------------------------------------------------
 
     @requires("delay")
-    async def test_a_delayed_message_is_never_early_and_not_late(
-        self, serve: Serve, name: str
-    ) -> None:
+    async def test_a_delayed_message_is_delivered_on_time(self, serve: Serve, name: str) -> None:
         called: dict[float, float] = {}
         loop = asyncio.get_running_loop()
 
@@ -75,16 +73,16 @@ class Timing(Harness):
             called[delay] = loop.time()
 
         service = await serve(handle)
-        begun: dict[float, float] = {}
+        started_at: dict[float, float] = {}
         for delay in (1.7, 0.3, 1.0):
-            begun[delay] = loop.time()
+            started_at[delay] = loop.time()
             await service.send(name, delay, delay=delay)
         await self.until(lambda: len(called) == 3)
-        for delay in begun:
-            assert self.on_time(called[delay] - begun[delay], delay), delay
+        for delay in started_at:
+            assert self.on_time(called[delay] - started_at[delay], delay), delay
 
     @requires("delay")
-    async def test_a_delayed_message_is_overtaken_and_holds_up_nobody(
+    async def test_a_delayed_message_does_not_hold_up_later_ones(
         self, serve: Serve, name: str
     ) -> None:
         got: list[str] = []
@@ -100,8 +98,10 @@ class Timing(Harness):
         await self.until(lambda: len(got) == 2, within=20.0)
         assert got == ["now", "soon"]
 
-    async def test_no_delay_is_no_delay(self, serve: Serve, name: str) -> None:
-        """Also where the backend cannot delay."""
+    async def test_a_message_with_zero_delay_is_delivered_immediately(
+        self, serve: Serve, name: str
+    ) -> None:
+        """Backends that do not support delays accept a delay of zero too."""
         called: list[float] = []
         loop = asyncio.get_running_loop()
 
@@ -110,15 +110,15 @@ class Timing(Harness):
             called.append(loop.time())
 
         service = await serve(handle)
-        begun = loop.time()
+        started_at = loop.time()
         await service.send(name, "a", delay=0)
         await self.until(lambda: called)
-        assert called[0] - begun <= self.late(1.0)
+        assert called[0] - started_at <= self.late(1.0)
 
-    # -- time to live ------------------------------------------------------------------------
+    # -- TTL ---------------------------------------------------------------------------------
 
     @requires("ttl", "dead_letters", "depth")
-    async def test_a_message_that_waited_too_long_is_a_dead_letter_and_not_handled(
+    async def test_a_message_that_expires_in_the_queue_is_dead_lettered_and_not_handled(
         self, serve: Serve, name: str
     ) -> None:
         got: list[str] = []
@@ -142,7 +142,7 @@ class Timing(Harness):
         assert got == ["fresh"]
 
     @requires("ttl", "dead_letters")
-    async def test_a_message_that_arrives_expired_is_a_dead_letter_and_not_handled(
+    async def test_a_message_that_arrives_expired_is_dead_lettered_and_not_handled(
         self, serve: Serve, backend: Backend, clock: Clock, name: str
     ) -> None:
         got: list[str] = []
@@ -161,10 +161,10 @@ class Timing(Harness):
         assert got == ["fresh"]
 
     @requires("ttl", "dead_letters")
-    async def test_a_message_that_expires_behind_a_busy_handler_is_not_handled(
+    async def test_a_message_that_expires_while_its_handler_is_busy_is_not_handled(
         self, serve: Serve, name: str
     ) -> None:
-        """Also where the consumer has fetched it before that."""
+        """The consumer may have fetched the message before it expired."""
         got: list[str] = []
         gate = asyncio.Event()
 
@@ -186,7 +186,9 @@ class Timing(Harness):
         assert got == ["first", "last"]
 
     @requires("ttl", "dead_letters")
-    async def test_a_handler_that_has_started_never_expires(self, serve: Serve, name: str) -> None:
+    async def test_a_message_does_not_expire_once_its_handler_has_started(
+        self, serve: Serve, name: str
+    ) -> None:
         events: list[str] = []
 
         @consume(name)
@@ -203,7 +205,7 @@ class Timing(Harness):
         assert await service.dead_letters(name).list() == []
 
     @requires("ttl", "dead_letters", "delay")
-    async def test_a_retry_keeps_the_time_to_live(self, serve: Serve, name: str) -> None:
+    async def test_a_retry_keeps_the_ttl(self, serve: Serve, name: str) -> None:
         attempts: list[int] = []
 
         @consume(name)
@@ -218,7 +220,7 @@ class Timing(Harness):
         assert attempts == [1]
 
     @requires("ttl")
-    async def test_a_channels_time_to_live_holds_for_sends_that_name_none(
+    async def test_the_ttl_of_a_channel_applies_to_sends_without_one(
         self, serve: Serve, clock: Clock, name: str
     ) -> None:
         expires: dict[str, float | None] = {}
@@ -228,38 +230,38 @@ class Timing(Harness):
             expires[text] = message.expires_at
 
         service = await serve(handle)
-        begun = clock.time()
+        started_at = clock.time()
         await service.send(name, "default")
         await service.send(name, "own", ttl=300.0)
         await self.until(lambda: len(expires) == 2)
         default, own = expires["default"], expires["own"]
         assert default is not None
         assert own is not None
-        assert begun + 29 <= default <= begun + 35
-        assert begun + 299 <= own <= begun + 305
+        assert started_at + 29 <= default <= started_at + 35
+        assert started_at + 299 <= own <= started_at + 305
 
     # -- order per key -----------------------------------------------------------------------
 
     @requires("key_order", "prefetch")
-    async def test_messages_of_one_key_are_handled_one_after_the_other(
+    async def test_messages_with_the_same_key_are_handled_in_order_and_never_concurrently(
         self, serve: Serve, name: str
     ) -> None:
         seed = random.randrange(2**32)
         print(f"seed {seed}")
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         got: dict[str, list[int]] = {key: [] for key in "abcd"}
         busy: list[str] = []
         overlaps: list[str] = []
-        together = 0
+        peak = 0
 
         @consume(name, concurrency=4, prefetch=50, ordered=True)
         async def handle(number: int, message: Message) -> None:
-            nonlocal together
+            nonlocal peak
             key = message.key or ""
             overlaps.extend([key] * (key in busy))
             busy.append(key)
-            together = max(together, len(busy))
-            await asyncio.sleep(dice.random() / 100)
+            peak = max(peak, len(busy))
+            await asyncio.sleep(rng.random() / 100)
             busy.remove(key)
             got[key].append(number)
 
@@ -270,10 +272,10 @@ class Timing(Harness):
         await self.until(lambda: sum(map(len, got.values())) >= 40)
         assert got == {key: list(range(10)) for key in "abcd"}
         assert overlaps == []
-        assert together > 1
+        assert peak > 1
 
     @requires("key_order", "prefetch")
-    async def test_a_key_that_is_busy_blocks_no_other(self, serve: Serve, name: str) -> None:
+    async def test_a_busy_key_does_not_block_other_keys(self, serve: Serve, name: str) -> None:
         got: list[str] = []
         gate = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Topics: every group gets its copy, and keeps its failures to itself."""
+"""Conformance scenarios for topics: each group has its own copy and its own failures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from qkit.message import Message
 
 __all__ = ["Topics"]
 
-QUICK = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
+QUICK: dict[str, float] = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
 
 
 class _Group:
-    """A handler of one group, and what it was given."""
+    """Handler of one group and the messages it received."""
 
     def __init__(self, topic: str, group: str, *, fails: int = 0, rejects: bool = False) -> None:
         self.got: list[tuple[str, int]] = []
@@ -40,7 +40,7 @@ class _Group:
 
 
 class Topics(Harness):
-    """Broadcast, groups, and what happens inside a group."""
+    """Scenarios for topics, groups, and the retries and dead letters of a group."""
 
     @requires("topics")
     async def test_each_group_gets_a_copy(self, serve: Serve, name: str) -> None:
@@ -52,7 +52,7 @@ class Topics(Harness):
         ids = [item.message_id for item in sent]
         for group in (mail, audit):
             assert group.got == [("a", 1), ("b", 1)]
-            assert group.ids == ids, "the copies have the message's id"
+            assert group.ids == ids, "every copy must have the id of the message"
 
     @requires("topics", "redelivery")
     async def test_the_consumers_of_a_group_share_its_messages(
@@ -69,7 +69,7 @@ class Topics(Harness):
         assert sorted(one.bodies + two.bodies) == bodies
 
     @requires("topics")
-    async def test_services_with_different_groups_both_get_it(
+    async def test_services_with_different_groups_each_receive_a_copy(
         self, serve: Serve, name: str
     ) -> None:
         one, two = _Group(name, "one"), _Group(name, "two")
@@ -79,34 +79,36 @@ class Topics(Harness):
         await self.until(lambda: one.bodies == two.bodies == ["a"])
 
     @requires("topics")
-    async def test_a_message_that_no_group_wants_is_accepted(self, serve: Serve, name: str) -> None:
+    async def test_a_message_to_a_topic_without_groups_is_accepted(
+        self, serve: Serve, name: str
+    ) -> None:
         service = await serve()
         sent = await service.publish(name, "a")
         assert sent.message_id
         assert service.metrics().channels[name].messages_sent == 1
 
     @requires("topics", "redelivery")
-    async def test_a_group_receives_from_its_first_declaration_on(
+    async def test_a_group_receives_messages_sent_after_its_first_declaration(
         self, serve: Serve, name: str
     ) -> None:
-        old, away = _Group(name, "old"), _Group(name, "new")
+        old, before = _Group(name, "old"), _Group(name, "new")
         service = await serve(old.handler)
         await service.publish(name, "before")
         await self.until(lambda: old.bodies == ["before"])
-        first = await serve(away.handler)
-        await service.publish(name, "while there")
-        await self.until(lambda: away.got)
+        first = await serve(before.handler)
+        await service.publish(name, "while present")
+        await self.until(lambda: before.got)
         await first.shutdown()
-        await service.publish(name, "while away")
-        back = _Group(name, "new")
-        await serve(back.handler)
-        await self.until(lambda: back.got)
+        await service.publish(name, "while absent")
+        after = _Group(name, "new")
+        await serve(after.handler)
+        await self.until(lambda: after.got)
         await self.elapse(0.3)
-        assert away.bodies == ["while there"]
-        assert back.bodies == ["while away"]
+        assert before.bodies == ["while present"]
+        assert after.bodies == ["while absent"]
 
     @requires("topics", "dead_letters")
-    async def test_a_failure_in_one_group_does_not_touch_another(
+    async def test_a_failure_in_one_group_does_not_affect_another(
         self, serve: Serve, name: str
     ) -> None:
         good, bad = _Group(name, "good"), _Group(name, "bad", rejects=True)
@@ -164,7 +166,7 @@ class Topics(Harness):
         assert await service.dead_letters(name).list() == []
 
     @requires("topics", "queues")
-    async def test_the_wrong_verb_is_refused_before_anything_is_sent(
+    async def test_send_and_publish_reject_the_wrong_kind_of_channel(
         self, serve: Serve, name: str
     ) -> None:
         group, queued = _Group(name, "g"), list[str]()

@@ -1,4 +1,4 @@
 """Policies between ``Subscription.receive`` and the acknowledgement.
 
-May import: ``sending``, ``handlers`` and what lies below them; no backend.
+May import: ``sending``, ``handlers`` and the packages below them; no backend.
 """

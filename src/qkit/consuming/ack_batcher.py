@@ -1,4 +1,4 @@
-"""``AckBatcher``: acknowledges finished deliveries together, while their workers go on."""
+"""``AckBatcher``: acks finished deliveries in batches while the workers continue."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from qkit.consuming.settlement import Settlement
 
 __all__ = ["AckBatcher"]
 
-MAX_ACKS = 1_000  # a consumer's prefetch is not larger
+MAX_ACKS = 1_000  # the maximum prefetch of a consumer
 
 
 class AckBatcher:
-    """The acks of one subscription: at most one call in flight, the others in the next one.
+    """Batcher of one subscription's acks, with at most one call in flight.
 
-    A job stays held, with its lease renewed and its part of the prefetch taken, until its ack
-    is through.
+    Until its ack has completed, a job stays held: its lease is renewed and it counts towards the
+    prefetch.
 
     Args:
-        subscription: Where the deliveries come from.
-        settlement: Carries out the acks.
-        held: The jobs that are held; ``finish`` removes one from it.
-        finish: Called with each job once its ack is through.
-        name: Name of the task.
+        subscription: The subscription of the deliveries.
+        settlement: Performs the acks.
+        held: The held jobs; ``finish`` removes a job from this set.
+        finish: Called with each job when its ack has completed.
+        name: Name of the task that acks.
+
+    Attributes:
+        closed: Whether ``close`` was called.
+        add: Adds a job to the next batch.
     """
 
     def __init__(
@@ -37,24 +41,23 @@ class AckBatcher:
         finish: Callable[[Job], None],
         name: str,
     ) -> None:
-        self.closed = False
+        self.closed: bool = False
         self._subscription = subscription
         self._settlement = settlement
         self._held = held
         self._finish = finish
         self._coalescer = Coalescer(self._flush, max_size=MAX_ACKS, name=name)
-        self.add = self._coalescer.post
-        """Acknowledge a job soon."""
+        self.add: Callable[[Job], None] = self._coalescer.post
 
     async def close(self) -> None:
-        """Take no more, and return once all acks are through."""
+        """Accept no more jobs and wait until all acks have completed."""
         self.closed = True
         await self._coalescer.drain()
-        if left := await self._coalescer.close():  # its task was cancelled
-            await self._flush(left)
+        if pending := await self._coalescer.close():  # the task was cancelled before it acked these
+            await self._flush(pending)
 
     async def _flush(self, jobs: list[Job]) -> None:
-        """Acknowledge a group. Cancelled, it still finishes what it began."""
+        """Ack a batch, even if this task is cancelled meanwhile."""
         await run_to_completion(self._acknowledge([job for job in jobs if job in self._held]))
 
     async def _acknowledge(self, jobs: list[Job]) -> None:

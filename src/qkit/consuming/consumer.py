@@ -1,7 +1,7 @@
-"""A handler's consumer: its subscription, opened again whenever it breaks, and its steering.
+"""``Consumer``: the subscription of one handler, reopened with backoff when it is lost.
 
-Stop fetching is not stop working: ``stop`` ends the first and lets running handlers finish,
-``abandon`` cancels those that did not. A subscription that breaks is opened again with backoff.
+``stop`` ends fetching and lets running handlers finish; ``abandon`` cancels the handlers that are
+still running.
 """
 
 from __future__ import annotations
@@ -27,20 +27,26 @@ from qkit.wiring import Wiring
 __all__ = ["Consumer"]
 
 RESUBSCRIBE_BACKOFF = Backoff(initial=0.1, multiplier=2.0, maximum=5.0, jitter=0.1)
-#: A subscription that lasted so long worked: its end begins a new count of failures.
+#: The loss of a subscription that lasted at least this long resets the backoff.
 STABLE_AFTER_SECONDS = 5.0
 
 
 class Consumer:
-    """Consumes one handler's share of a channel, for as long as the service runs.
+    """Consumer of one handler's messages while the service runs.
 
     Args:
-        wiring: What the service shares.
+        wiring: Objects shared by all parts of the service.
         route: The channel.
-        spec: What to subscribe with.
+        spec: The options of the subscription.
         executor: Runs the handler.
         settlement: Settles the deliveries.
-        declare: Declares the channel again, before a broken subscription is opened again.
+        declare: Declares the channel again; called before a lost subscription is reopened.
+
+    Attributes:
+        channel: The name of the channel.
+        group: The group of the handler.
+        ready: Set after the first subscription succeeded or was rejected.
+        rejected: The error if the first subscription was rejected, otherwise ``None``.
     """
 
     def __init__(
@@ -52,10 +58,10 @@ class Consumer:
         settlement: Settlement,
         declare: Callable[[], Awaitable[None]],
     ) -> None:
-        self.channel = route.name
-        self.group = spec.group
-        self.ready = asyncio.Event()  # subscribed for the first time, or refused
-        self.refused: ConfigError | Unsupported | None = None
+        self.channel: str = route.name
+        self.group: str = spec.group
+        self.ready: asyncio.Event = asyncio.Event()
+        self.rejected: ConfigError | Unsupported | None = None
         self._state = ConsumerState(spec.prefetch)
         self._wiring = wiring
         self._route = route
@@ -67,15 +73,15 @@ class Consumer:
         self._connection = wiring.connection
         self._session: Session | None = None
         self._opened: float | None = None  # when the subscription was opened
-        self._refusal: str | None = None  # why it ended, if opening it again will hardly help
+        self._rejection: str | None = None  # why it failed, if reopening is unlikely to help
 
     @property
     def settling(self) -> bool:
-        """Whether only settlements are left of its work."""
+        """Whether settlements are in progress and no handler is running."""
         return self._session is not None and self._session.settling
 
     def health(self) -> ConsumerHealth:
-        """How this consumer is doing."""
+        """Return the health of this consumer."""
         return ConsumerHealth(
             channel=self.channel,
             group=self.group,
@@ -83,14 +89,14 @@ class Consumer:
             in_flight=len(self._session.held) if self._session else 0,
             last_poll_at=self._state.last_poll_at,
             last_settle_at=self._settlement.last_settle_at,
-            failing=self._settlement.failures.lasting() or self._still_refused(),
+            failing=self._settlement.failures.lasting() or self._current_rejection(),
         )
 
-    def _still_refused(self) -> str | None:
-        """Why messages cannot be received, unless a new subscription has proved that they can."""
+    def _current_rejection(self) -> str | None:
+        """Return why messages cannot be received; ``None`` once a new subscription is stable."""
         opened = self._opened
-        proved = opened is not None and self._clock.monotonic() - opened >= STABLE_AFTER_SECONDS
-        return None if proved else self._refusal
+        stable = opened is not None and self._clock.monotonic() - opened >= STABLE_AFTER_SECONDS
+        return None if stable else self._rejection
 
     def _health_state(
         self,
@@ -102,13 +108,13 @@ class Consumer:
         return "paused" if self._state.is_paused else "consuming"
 
     async def run(self) -> None:
-        """Consume until ``stop``; opens the subscription again whenever it breaks."""
+        """Consume until ``stop``; reopen the subscription when it is lost."""
         failures = 0
         while not self._state.stopping:
             opened: float | None = None
             try:
                 if failures:
-                    await self._declare()  # perhaps the queue itself is gone
+                    await self._declare()  # the queue may have been deleted
                 async with self._wiring.backend.subscribe(self._spec) as subscription:
                     opened = self._opened = self._clock.monotonic()
                     self._connection.record_success()
@@ -125,17 +131,16 @@ class Consumer:
                     await self._session.run()
             except Exception as error:
                 if not self.ready.is_set() and isinstance(error, ConfigError | Unsupported):
-                    self.refused = error  # it will never work: start() fails
+                    self.rejected = error  # permanent: start() raises it
                     self.ready.set()
                     return
-                # One that breaks as soon as it is open has not proved anything.
                 if opened is not None and self._clock.monotonic() - opened >= STABLE_AFTER_SECONDS:
                     failures = 0
                 failures += 1
                 self._opened = None
-                self._refusal = None
+                self._rejection = None
                 if isinstance(error, ConfigError | Unsupported):
-                    self._refusal = f"{type(error).__name__}: {error_text(error)}"
+                    self._rejection = f"{type(error).__name__}: {error_text(error)}"
                 wait = RESUBSCRIBE_BACKOFF.after(failures)
                 self._report(error, wait)
                 self._session = None
@@ -149,7 +154,7 @@ class Consumer:
         if isinstance(error, BackendUnavailable):
             self._connection.record_failure(error)
         logger.warning(
-            "%s: the subscription of %s broke, subscribing again in %.1f s: %s",
+            "%s: the subscription of group %s failed, subscribing again in %.1f s: %s",
             self.channel,
             self.group,
             wait,
@@ -159,17 +164,17 @@ class Consumer:
         )
 
     def stop(self) -> None:
-        """Fetch no more. Running handlers go on; deliveries that wait for one are given back."""
+        """Stop fetching and release deliveries that have not started; running handlers continue."""
         self._state.stop()
 
     def abandon(self) -> int:
-        """Cancel the handlers that still run; return how many. Their messages are given back."""
+        """Cancel running handlers and release their messages; return the number of handlers."""
         return self._session.abandon() if self._session else 0
 
     def pause(self) -> None:
-        """Start no more handlers until ``resume``; running ones go on."""
+        """Stop fetching and starting handlers until ``resume``; running handlers continue."""
         self._state.pause()
 
     def resume(self) -> None:
-        """Consume again, also if the channel backs off after ``Unavailable``."""
+        """Resume consuming, and end a backoff after ``Unavailable``."""
         self._state.resume()

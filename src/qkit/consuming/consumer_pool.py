@@ -1,4 +1,4 @@
-"""The consumers of a service, each in a task of its own: steered and brought down together."""
+"""``ConsumerPool``: the consumers of a service, each in its own task."""
 
 from __future__ import annotations
 
@@ -23,26 +23,34 @@ from qkit.wiring import Wiring
 
 __all__ = ["ConsumerPool"]
 
-MAX_CANCEL_ROUNDS = 3  # a second each
+MAX_CANCEL_ROUNDS = 3  # one second each
 NO_LEASE_EXPIRY = float("inf")
 
 
 class ConsumerPool:
-    """Every consumer that was started and has not come down yet."""
+    """The running consumers of a service.
+
+    Args:
+        wiring: Objects shared by all parts of the service.
+        producer: Declares channels and writes dead letters.
+
+    Attributes:
+        threads: Threads of synchronous handlers.
+    """
 
     def __init__(self, wiring: Wiring, producer: Producer) -> None:
-        self.threads = HandlerThreads()
+        self.threads: HandlerThreads = HandlerThreads()
         self._wiring = wiring
         self._producer = producer
         self._tasks: dict[Consumer, asyncio.Task[None]] = {}
 
     def start(self, route: Route, handler: Handler, *, renew_leases: bool) -> None:
-        """Start a handler's consumer.
+        """Start a consumer for a handler.
 
         Args:
             route: The channel.
             handler: The handler.
-            renew_leases: Renew leases; if false they never expire.
+            renew_leases: Whether to renew leases. If false, leases never expire.
         """
         consumer = self._consumer(route, handler, renew_leases=renew_leases)
         self._tasks[consumer] = asyncio.create_task(
@@ -65,20 +73,24 @@ class ConsumerPool:
         return Consumer(self._wiring, route, spec, executor, settlement, declare)
 
     async def wait_ready(self, timeout: float) -> None:
-        """Until all have subscribed; one that is late goes on trying.
+        """Wait up to ``timeout`` seconds until all consumers have subscribed.
 
-        Raises what one was refused for.
+        A consumer that has not subscribed by then keeps trying.
+
+        Raises:
+            ConfigError: The broker rejected a subscription.
+            Unsupported: The backend lacks a feature that a subscription needs.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 for consumer in self._tasks:
                     await consumer.ready.wait()
         for consumer in self._tasks:
-            if consumer.refused is not None:
-                raise consumer.refused
+            if consumer.rejected is not None:
+                raise consumer.rejected
 
     def consumers_of(self, channel: str, operation: str) -> list[Consumer]:
-        """The consumers of a channel; ``QueueNotFound`` if there are none."""
+        """Return the consumers of a channel; raise ``QueueNotFound`` if there are none."""
         found = [consumer for consumer in self._tasks if consumer.channel == channel]
         if not found:
             channels = sorted({consumer.channel for consumer in self._tasks})
@@ -91,8 +103,8 @@ class ConsumerPool:
         return found
 
     def health(self) -> tuple[list[ConsumerHealth], bool]:
-        """How each is doing, and whether all do their work. May be asked from another thread."""
-        tasks = list(self._tasks.items())  # which may change meanwhile
+        """Return the health of each consumer, and whether all of them work. Thread-safe."""
+        tasks = list(self._tasks.items())  # copy, because the loop may change it during the call
         consumers = [consumer.health() for consumer, _ in tasks]
         working = not any(task.done() for _, task in tasks) and not any(
             consumer.state in ("reconnecting", "starting") or consumer.failing
@@ -101,9 +113,14 @@ class ConsumerPool:
         return consumers, working
 
     async def drain(self, timeout: float, force: asyncio.Event) -> int:
-        """Stop fetching, wait for handlers up to the deadline, cancel the rest; how many.
+        """Stop fetching, wait for running handlers, then cancel those that still run.
 
-        ``force`` ends the wait.
+        Args:
+            timeout: Seconds to wait for running handlers.
+            force: Ends the wait when it is set.
+
+        Returns:
+            The number of cancelled handlers.
         """
         for consumer in self._tasks:
             consumer.stop()
@@ -119,13 +136,14 @@ class ConsumerPool:
         forced.cancel()
         abandoned = sum(consumer.abandon() for consumer in self._tasks)
         if abandoned:
-            logger.warning("%d handlers did not finish in time and are cancelled", abandoned)
+            logger.warning("cancelled %d handlers that did not finish in time", abandoned)
         return abandoned
 
     async def stop(self, settle_timeout: float) -> None:
-        """Wait until all have given back what they hold; cancel one that does not come to it.
+        """Cancel running handlers, wait for settlements, then cancel consumers that still run.
 
-        Settlements of what handlers have done may take ``settle_timeout`` seconds.
+        Args:
+            settle_timeout: Seconds to wait while only settlements are in progress.
         """
         tasks = set(self._tasks.values())
         for consumer in self._tasks:
@@ -137,14 +155,14 @@ class ConsumerPool:
         while tasks and rounds:
             _, tasks = await asyncio.wait(tasks, timeout=1.0)
             if any(consumer.settling for consumer in self._tasks) and loop.time() < deadline:
-                continue  # handlers are done; what they did is still being acknowledged
+                continue  # the handlers have finished, and their messages are being settled
             rounds -= 1
             for task in tasks:
                 task.cancel()
         for task in tasks:
             logger.error(
-                "%s: its handler ignores cancellation and is left behind; it keeps the process "
-                "alive until it ends",
+                "%s: a handler ignored its cancellation and is still running; the process cannot "
+                "exit until it returns",
                 task.get_name(),
             )
         self._tasks.clear()

@@ -1,6 +1,6 @@
-"""``ConsumerState``: whether a consumer may start handlers now, and how many messages it may hold.
+"""``ConsumerState``: whether a consumer may start handlers, and how many messages it may hold.
 
-Shared by the consumer, which changes it, and the session, which obeys it.
+The session reacts to each change.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ UNAVAILABLE_BACKOFF = Backoff(initial=1.0, multiplier=2.0, maximum=60.0, jitter=
 
 
 class ConsumerState:
-    """Pause, stop, back-off and probe of one consumer.
+    """State of one consumer: running, paused, backing off, probing or stopping.
+
+    Args:
+        prefetch: How many deliveries the consumer may hold.
 
     Attributes:
-        active: Whether handlers may be started: not stopping, not paused, not backing off.
+        active: Whether handlers may be started; false while stopping, paused or backing off.
         limit: How many deliveries may be held: the prefetch, or one while probing.
-        probing: Whether one message at a time is handled, after a back-off, until one succeeds.
-        stopping: Whether the consumer ends.
-        stopped: Set when ``stopping`` is.
-        last_poll_at: Wall time at which messages were last asked for.
+        probing: Whether the consumer handles one message at a time after a backoff, until one
+            succeeds.
+        stopping: Whether the consumer is stopping.
+        stopped: Event that is set when ``stopping`` becomes true.
+        last_poll_at: Wall time of the last fetch, or ``None``.
         on_change: Called after each change; set by the session.
     """
 
     def __init__(self, prefetch: int) -> None:
-        self.active = True
-        self.limit = prefetch
-        self.probing = False
-        self.stopping = False
-        self.stopped = asyncio.Event()
+        self.active: bool = True
+        self.limit: int = prefetch
+        self.probing: bool = False
+        self.stopping: bool = False
+        self.stopped: asyncio.Event = asyncio.Event()
         self.last_poll_at: float | None = None
         self.on_change: Callable[[], None] | None = None
         self._prefetch = prefetch
@@ -45,36 +49,39 @@ class ConsumerState:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no handler may be started: paused, or backing off after ``Unavailable``."""
+        """Whether the consumer is paused, or is backing off after ``Unavailable``."""
         return self._paused or self._backoff_timer is not None
 
     def pause(self) -> None:
-        """Start no more handlers until ``resume``."""
+        """Stop fetching and starting handlers until ``resume``."""
         self._paused = True
         self._changed()
 
     def resume(self) -> None:
-        """Consume again, also while backing off."""
+        """Resume consuming, and end a backoff."""
         self._paused = False
         self._end_backoff()
         self._changed()
 
     def stop(self) -> None:
-        """End: nothing more is fetched or started."""
+        """Permanently stop fetching messages and starting handlers."""
         self.stopping = True
         self.stopped.set()
         self._end_backoff()
         self._changed()
 
     def back_off(self, outcome: Pause) -> Pause:
-        """Start nothing for a while, because a dependency is down; then probe with one message.
+        """Stop starting handlers while a dependency is down, then probe with one message.
+
+        Args:
+            outcome: The outcome of the handler, with the delay that it requested.
 
         Returns:
-            The outcome with the delay that was chosen.
+            The outcome with the delay that applies.
         """
         delay = outcome.delay
         if self._backoff_timer is None:
-            self._outages += 1  # once, however many handlers meet the same outage
+            self._outages += 1  # count an outage once, even if several handlers report it
             chosen = delay if delay is not None else UNAVAILABLE_BACKOFF.after(self._outages)
             self._backoff_delay = chosen
             if not self.stopping:
@@ -84,7 +91,7 @@ class ConsumerState:
         return Pause(delay if delay is not None else self._backoff_delay, outcome.error)
 
     def probe_succeeded(self) -> None:
-        """Consume at full width again."""
+        """Stop probing and consume with the full prefetch."""
         self.probing = False
         self._outages = 0
         self._changed()

@@ -1,7 +1,7 @@
-"""Deliveries between the fetcher and the workers: who holds what, whose turn it is, how much fits.
+"""``DeliveryBuffer``: deliveries between the fetcher and the workers of a session.
 
-With key lanes, deliveries of one key follow each other: the next is offered when the one before
-it is finished.
+With key lanes, deliveries with the same key are handled in order: each becomes ready when the
+previous one is finished.
 """
 
 from __future__ import annotations
@@ -17,26 +17,33 @@ __all__ = ["DeliveryBuffer"]
 
 
 class DeliveryBuffer:
-    """The deliveries that one subscription holds; ``on_empty`` is called when none is left to take.
+    """Deliveries of one subscription: waiting for a worker, running, or being settled.
 
-    An ``asyncio.Queue`` would cost more for each message and could neither take deliveries back
-    nor keep lanes.
+    It is faster than ``asyncio.Queue``, supports lanes and can withdraw deliveries.
+
+    Args:
+        lanes: Keep deliveries with the same key in order.
+        on_empty: Called when the last ready delivery has been taken.
+
+    Attributes:
+        held: All unsettled deliveries.
+        ready: The deliveries that a worker may take.
+        closed: Whether ``close`` was called.
     """
 
     def __init__(self, *, lanes: bool, on_empty: Callable[[], object]) -> None:
-        self.held: set[Job] = set()  # every unsettled delivery
+        self.held: set[Job] = set()
         self._on_empty = on_empty
-        self.ready: deque[Job] = deque()  # those that a worker may take
-        self._partial_batches: list[list[Job]] = []  # batches that are not full yet
-        # The first of a lane is offered, running or withdrawn; the others wait for its end.
+        self.ready: deque[Job] = deque()
+        self._partial_batches: list[list[Job]] = []
+        # The first job of a lane is ready, running or withdrawn; the others wait until it finishes.
         self._lanes: dict[str, deque[Job]] | None = {} if lanes else None
-        self._parked: deque[asyncio.Future[None]] = deque()
+        self._parked: deque[asyncio.Future[None]] = deque()  # workers waiting for a delivery
         self._loop = asyncio.get_running_loop()
-        self.closed = False
-        """Whether workers are to end."""
+        self.closed: bool = False
 
     def add(self, deliveries: Iterable[Delivery]) -> None:
-        """Hold these deliveries and offer them to the workers."""
+        """Add deliveries and wake workers for those that are ready."""
         ready: list[Job] = []
         for delivery in deliveries:
             job = Job(delivery)
@@ -46,7 +53,7 @@ class DeliveryBuffer:
         self._make_ready(ready)
 
     def _is_lane_head(self, job: Job) -> bool:
-        """Line up in the lane of its key; whether it is the first there, or has no key."""
+        """Add a job to the lane of its key; return whether the job is first or has no key."""
         key = job.delivery.envelope.key
         if self._lanes is None or key is None:
             return True
@@ -55,7 +62,7 @@ class DeliveryBuffer:
         return len(lane) == 1
 
     def pop(self) -> Job | None:
-        """The next delivery to handle, if there is one now."""
+        """Return the next ready delivery, or ``None``."""
         if not self.ready:
             return None
         job = self.ready.popleft()
@@ -64,26 +71,27 @@ class DeliveryBuffer:
         return job
 
     async def wait(self) -> None:
-        """Wait until there may be a delivery, or it is closed."""
+        """Wait until a delivery may be ready or the buffer is closed."""
         parked = self._loop.create_future()
         self._parked.append(parked)
         try:
             await parked
         except asyncio.CancelledError:
             if parked.done() and not parked.cancelled():
-                self._wake()  # it was woken for a delivery: pass that on
+                self._wake()  # this worker was woken for a delivery: wake another worker
             raise
 
     async def next(self) -> Job | None:
-        """The next delivery to handle, held back until there is one; ``None`` when closed."""
+        """Wait for the next ready delivery; return ``None`` when closed."""
         while (job := self.pop()) is None and not self.closed:
             await self.wait()
         return job
 
     async def next_batch(self, size: int, wait: float) -> list[Job]:
-        """Up to ``size`` deliveries, gathered for ``wait`` seconds after the first.
+        """Return up to ``size`` deliveries, collected within ``wait`` seconds of the first.
 
-        None when closed. While it gathers, its deliveries can be withdrawn.
+        Returns an empty list when closed. While a batch is being collected, its deliveries can be
+        withdrawn.
         """
         while (first := await self.next()) is not None:
             batch = [first]
@@ -99,7 +107,7 @@ class DeliveryBuffer:
             except TimeoutError:
                 pass
             finally:
-                # By identity: two batches that were both withdrawn are equal.
+                # Compare by identity: withdrawn batches are empty, so they are all equal.
                 self._partial_batches = [
                     other for other in self._partial_batches if other is not batch
                 ]
@@ -108,13 +116,13 @@ class DeliveryBuffer:
         return []
 
     def finish(self, job: Job) -> None:
-        """The delivery is settled, or no longer ours: free its slot, and its lane for the next."""
+        """Remove a delivery that is settled or lost; make the next one in its lane ready."""
         self.held.discard(job)
         if self._lanes is None or (key := job.delivery.envelope.key) is None:
             return
         lane = self._lanes.get(key)
         if not lane or lane[0] is not job:
-            return  # withdrawn from further back, while the first may still be running
+            return  # withdrawn while waiting behind the first job of its lane
         lane.popleft()
         if lane:
             self._make_ready([lane[0]])
@@ -122,7 +130,7 @@ class DeliveryBuffer:
             del self._lanes[key]
 
     def withdraw(self) -> list[Job]:
-        """Take back, still held, every delivery that no worker has started on."""
+        """Remove and return all deliveries that no worker has started; keep them in ``held``."""
         waiting = list(self.ready)
         self.ready.clear()
         for batch in self._partial_batches:
@@ -136,7 +144,7 @@ class DeliveryBuffer:
         return waiting
 
     def close(self) -> None:
-        """Let each worker end once nothing is ready for it."""
+        """Wake all workers; each ends when no delivery is ready."""
         self.closed = True
         while self._parked:
             self._wake()

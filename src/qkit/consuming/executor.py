@@ -1,7 +1,6 @@
-"""One delivery through its handler: decode, fill the parameters, call, and judge how it ended.
+"""``Executor``: decodes a delivery, calls its handler and returns the outcome.
 
-Failure is data here. Nothing is settled: the outcome goes back to the consumer, which settles in
-one place.
+The executor settles nothing: it returns an outcome, which ``Settlement`` carries out.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from qkit.errors import (
 )
 from qkit.handlers.channel import CallNext, Middleware
 from qkit.handlers.registry import Handler
+from qkit.handlers.retry_policy import RetryPolicy
 from qkit.handlers.route import Route
 from qkit.handlers.signature import MISSING, ParamMetadata
 from qkit.message import (
@@ -45,12 +45,12 @@ from qkit.wiring import Wiring
 __all__ = ["Executor"]
 
 
-#: Calls the handler once, for one job or for those of a batch.
+#: Calls the handler once, for one job or for all jobs of a batch.
 Call = Callable[[Sequence[Job]], Awaitable[object]]
 
 
 class _Undecodable(DecodeError):
-    """A body or header that qkit, not the handler, could not read."""
+    """Failure to decode a body or header, as opposed to an error that the handler raised."""
 
     def __init__(self, cause: QueueError) -> None:
         super().__init__(cause.message, cause=cause)
@@ -58,14 +58,16 @@ class _Undecodable(DecodeError):
 
 
 class Executor:
-    """Runs a handler's deliveries. Everything that can be resolved is resolved here, once.
+    """Executor that calls one handler and returns the outcome of each delivery.
+
+    Prepares as much as possible at construction, to keep the work per message small.
 
     Args:
-        wiring: What the service shares.
+        wiring: Objects shared by all parts of the service.
         route: The channel.
         handler: The handler.
-        threads: Run a synchronous handler.
-        on_retry: Called when an attempt failed and is repeated inline, in its slot.
+        threads: Threads for a synchronous handler.
+        on_retry: Called after a failed attempt that will be retried inline.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Executor:
         on_retry: Callable[[Envelope, RetryLater], None],
     ) -> None:
         self.handler = handler
-        self.policy = route.policy
+        self.policy: RetryPolicy = route.policy
         self._codec = wiring.routes.codec(handler.body_type)
         self._telemetry = wiring.telemetry
         self._threads = threads
@@ -92,7 +94,7 @@ class Executor:
         self._call = self._choose_call()
 
     def _choose_call(self) -> Call:
-        """How to call the handler once, with no more around it than it asks for."""
+        """Return the fastest function that can call this handler once."""
         shape = [(param.kind, param.keyword_only) for param in self.handler.params]
         call: Call
         if self.handler.metadata.batch_size is not None:
@@ -108,12 +110,12 @@ class Executor:
         return call
 
     async def run(self, job: Job) -> Outcome:
-        """Handle one delivery and return how it ended."""
+        """Handle one delivery and return its outcome."""
         envelope = job.delivery.envelope
         if envelope.expires_at is not None or envelope.attempt > self.policy.max_attempts:
-            refused = self._check_before_call(envelope)
-            if refused is not None:
-                return refused
+            early = self._check_before_call(envelope)
+            if early is not None:
+                return early
         jobs = (job,)
         while (error := await self._attempt(jobs)) is not None:
             outcome = self._outcome_of(error, envelope)
@@ -123,19 +125,19 @@ class Executor:
         return DONE
 
     async def run_batch(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Handle a batch in one call and say for each member how it ended.
+        """Handle a batch in one call and return the outcome of each message.
 
-        Members that cannot be decoded leave first; the others share the handler's fate, unless it
-        raises ``BatchError``.
+        Messages that have expired or cannot be decoded are excluded from the call. All others share
+        the outcome of the call, unless the handler raises ``BatchError``.
         """
         outcomes: dict[Job, Outcome] = {}
         live: list[Job] = []
         for job in jobs:
-            refused = self._check_before_call(job.delivery.envelope) or self._decode_member(job)
-            if refused is None:
+            early = self._check_before_call(job.delivery.envelope) or self._decode_member(job)
+            if early is None:
                 live.append(job)
             else:
-                outcomes[job] = refused
+                outcomes[job] = early
         while live:
             error = await self._attempt(live)
             again: dict[Job, RetryLater] = {}
@@ -148,13 +150,13 @@ class Executor:
                 outcomes[job] = outcome
             if again:
                 await self._wait_inline(live[0], again)
-            for job in again:  # its message says which attempt it is
+            for job in again:  # rebuild the message with its new attempt number
                 self._decode_member(job)
             live = list(again)
         return [outcomes[job] for job in jobs]
 
     def _decode_member(self, job: Job) -> Outcome | None:
-        """Decode a member of a batch; the answer is its outcome if that fails."""
+        """Decode a message of a batch; return its outcome if it cannot be decoded."""
         try:
             job.message = self._message(job.delivery.envelope)
             job.body = self._decode(job.message.body, job.message.headers)
@@ -163,19 +165,19 @@ class Executor:
         return None
 
     def _check_before_call(self, envelope: Envelope) -> Outcome | None:
-        """What is decided before the handler runs: expired, or delivered too often."""
+        """Return the outcome of a message that expired or was delivered too often, or ``None``."""
         expired = expired_outcome(envelope, self._clock.time())
-        most = self.policy.max_attempts
-        if expired is None and envelope.attempt > most:
+        limit = self.policy.max_attempts
+        if expired is None and envelope.attempt > limit:
             crashed = LeaseExpired(
-                f"delivery {envelope.attempt - 1} of {most} was never settled: the handler "
-                "crashed, hung or outran ack_deadline, or another service allows more attempts"
+                f"delivery {envelope.attempt - 1} of {limit} was never settled: the handler "
+                "crashed, hung or exceeded ack_deadline, or another service allows more attempts"
             )
             return Dead(Reason.MAX_RETRIES_EXCEEDED, crashed, called=False)
         return expired
 
     async def _attempt(self, jobs: Sequence[Job]) -> Exception | None:
-        """Call the handler once; what it raised is the answer."""
+        """Call the handler once and return the error that it raised, or ``None``."""
         try:
             await self._call(jobs)
         except Exception as error:
@@ -187,7 +189,7 @@ class Executor:
         return None
 
     def _call_body_only(self, jobs: Sequence[Job]) -> Awaitable[object]:
-        """The common shape, an async handler of the body alone, needs no ``Message``."""
+        """Call an async handler that takes only the body: this common case needs no ``Message``."""
         envelope = jobs[0].delivery.envelope
         try:
             body = self._codec.decode(envelope.body, envelope.headers)
@@ -209,9 +211,9 @@ class Executor:
                 await handling
         except TimeoutError as error:
             if not scope.expired():
-                raise  # the handler's own time-out
+                raise  # the handler raised it
             raise self._timed_out(error) from error
-        if scope.expired():  # it swallowed the cancellation, so it may have stopped half-way
+        if scope.expired():  # the handler suppressed its cancellation and may not have finished
             raise self._timed_out()
 
     async def _call_traced(self, call: Call, jobs: Sequence[Job]) -> None:
@@ -238,11 +240,11 @@ class Executor:
         return await call(message)
 
     async def _invoke(self, job: Job, body: object, message: object) -> object:
-        """Fill the parameters and call the handler, in a thread if it is synchronous."""
+        """Resolve the parameters and call the handler, in a thread if it is synchronous."""
         args: list[object] = []
         kwargs: dict[str, object] = {}
-        for fill, keyword in zip(self._resolvers, self._keywords, strict=True):
-            value = fill(body, message)
+        for resolve, keyword in zip(self._resolvers, self._keywords, strict=True):
+            value = resolve(body, message)
             if keyword is None:
                 args.append(value)
             else:
@@ -250,13 +252,14 @@ class Executor:
         if self.handler.is_async:
             return await cast("Awaitable[object]", self.handler.call(*args, **kwargs))
         job.thread = self._threads.submit(functools.partial(self.handler.call, *args, **kwargs))
-        # A thread cannot be cancelled: shielded, its future still tells when it has returned.
+        # A thread cannot be cancelled. The shield keeps its future alive, so that the worker can
+        # wait for the thread.
         result = await asyncio.shield(job.thread)
-        # A plain function that hands on a coroutine has not done its work before that has.
+        # A synchronous function may return a coroutine, which is part of the handler's work.
         return await result if inspect.isawaitable(result) else result
 
     def _outcome_of(self, error: Exception, envelope: Envelope) -> Outcome:
-        """What an attempt's failure means for the message."""
+        """Return the outcome of a failed attempt."""
         if isinstance(error, _Undecodable):
             return Dead(Reason.UNDECODABLE, error.origin)
         if isinstance(error, Reject):
@@ -273,11 +276,11 @@ class Executor:
         return isinstance(outcome, RetryLater) and self.policy.mode == "inline"
 
     async def _wait_inline(self, called: Job, failed: dict[Job, RetryLater]) -> None:
-        """Wait in the slot, as inline retries do, and count the attempt that follows."""
+        """Wait before an inline retry, keeping the slot; then count the next attempt."""
         for job, outcome in failed.items():
             self._on_retry(job.delivery.envelope, outcome)
         await asyncio.sleep(max(outcome.delay for outcome in failed.values()))
-        if called.thread is not None:  # it may have outlived its time-out: never two in one slot
+        if called.thread is not None:  # may still run after a timeout; a slot has one thread
             await asyncio.wait({called.thread})
         for job in failed:
             job.delivery.envelope.attempt += 1
@@ -303,7 +306,7 @@ class Executor:
         )
 
     def _decode(self, body: bytes, headers: object) -> object:
-        if not self._takes_body:  # bytes that nobody reads need not make sense
+        if not self._takes_body:  # the body is not used, so it may be invalid
             return None
         try:
             return self._codec.decode(body, cast("dict[str, str]", headers))
@@ -316,22 +319,22 @@ async def _step(middleware: Middleware, call_next: CallNext, message: Message) -
 
 
 async def _handler_cancellation(error: asyncio.CancelledError, jobs: Sequence[Job]) -> QueueError:
-    """A cancellation that qkit did not ask for came from the handler's own work."""
+    """Return an error for a cancellation that qkit did not request; re-raise one that it did."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
-        while task.cancelling():  # perhaps it cancelled its own task: the worker lives on
+        while task.cancelling():  # the handler may have cancelled this task: keep the worker
             task.uncancel()
-        # Or the whole loop is being torn down: then the session marks its jobs just now.
+        # If the event loop is shutting down, this lets the session mark its jobs as stopped.
         await asyncio.sleep(0)
     if any(job.stopped for job in jobs):
         raise error
-    return QueueError("the handler awaited something that was cancelled", cause=error)
+    return QueueError("a task that the handler awaited was cancelled", cause=error)
 
 
 def _wrap_base_exception(error: BaseException) -> QueueError:
-    """Something that is no ``Exception``, such as a panic of an extension: a failure all the same.
+    """Return an error for a ``BaseException``, such as a panic in a Rust extension.
 
-    A program that is told to end is another matter: that goes through.
+    ``KeyboardInterrupt`` and ``SystemExit`` are re-raised, because they end the program.
     """
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
@@ -341,7 +344,7 @@ def _wrap_base_exception(error: BaseException) -> QueueError:
 def _parameter_resolver(
     param: ParamMetadata, handler: Handler
 ) -> Callable[[object, object], object]:
-    """How to fill one parameter, given the decoded body and the message."""
+    """Return a function that computes a parameter from the decoded body and the message."""
     if param.kind == "body":
         return lambda body, message: body
     if param.kind == "message":
@@ -350,22 +353,22 @@ def _parameter_resolver(
         adapter: TypeAdapter[object] = TypeAdapter(cast("type[object]", param.type))
     except Exception as error:
         raise HandlerError(
-            f"{handler.name}: parameter {param.name!r} has a type that a header cannot become: "
+            f"{handler.name}: parameter {param.name!r}: a header cannot be converted to "
             f"{param.type!r}",
             cause=error,
         ) from error
     header = cast("str", param.header)
 
-    def fill(body: object, message: object) -> object:
+    def resolve(body: object, message: object) -> object:
         value = cast("Message", message).headers.get(header)
         if value is None:
             if param.default is MISSING:
-                raise _Undecodable(DecodeError(f"the header {header!r} is missing"))
+                raise _Undecodable(DecodeError(f"header {header!r} is missing"))
             return param.default
         try:
             return adapter.validate_python(value)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]["msg"]
-            raise _Undecodable(DecodeError(f"the header {header!r}: {first}")) from None
+            raise _Undecodable(DecodeError(f"header {header!r}: {first}")) from None
 
-    return fill
+    return resolve

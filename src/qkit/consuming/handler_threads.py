@@ -1,7 +1,7 @@
-"""Daemon threads for synchronous handlers.
+"""``HandlerThreads``: daemon threads for synchronous handlers.
 
-``ThreadPoolExecutor`` is joined when the interpreter exits, so one stuck handler would keep a
-process alive after its second SIGTERM. These threads are daemons: they never hold up an exit.
+The interpreter waits for the threads of a ``ThreadPoolExecutor`` at exit, so a handler that hangs
+would keep the process alive after a second SIGTERM. It does not wait for daemon threads.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ R = TypeVar("R")
 
 
 class HandlerThreads:
-    """Runs callables in daemon threads: an idle one is reused, otherwise a new one starts.
+    """Pool of daemon threads; a call reuses an idle thread or starts a new one.
 
-    There is no limit here; the consumers' ``concurrency`` bounds how many run at once.
+    Only the ``concurrency`` of the handlers limits the number of threads.
+
+    Args:
+        name: Prefix of the thread names.
     """
 
     def __init__(self, name: str = "qkit-handler") -> None:
         self._pool = _DaemonPool(name)
 
     def submit(self, call: Callable[[], object]) -> asyncio.Future[object]:
-        """Run ``call`` in a thread, in a copy of this context; return a future of its result."""
+        """Run a function in a thread, in a copy of the current context; return its future."""
         context = contextvars.copy_context()
 
         def run() -> object:
             return context.run(_without_stop_iteration, call)
 
-        # By the loop's own way, so that a virtual clock knows of it.
+        # Use ``run_in_executor``, because the virtual clock tracks its calls.
         return asyncio.get_running_loop().run_in_executor(self._pool, run)
 
     def close(self) -> None:
-        """Let idle threads end; busy ones end when their call returns."""
+        """End idle threads now and busy threads after their call."""
         self._pool.close()
 
 
@@ -62,11 +65,11 @@ class _DaemonPool(Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # it belongs to whoever awaits the future
-                self._resting()
+            except BaseException as error:  # raised where the future is awaited
+                self._mark_idle()
                 future.set_exception(error)
             else:
-                self._resting()
+                self._mark_idle()
                 future.set_result(result)
 
         with self._lock:
@@ -76,7 +79,7 @@ class _DaemonPool(Executor):
                 name = f"{self._name}-{next(self._numbers)}"
                 threading.Thread(target=self._work, name=name, daemon=True).start()
                 self._threads += 1
-            self._calls.put(run)  # last: if no thread can be started, it must not run later
+            self._calls.put(run)  # last, so that nothing is queued if the thread cannot start
         return future
 
     def close(self) -> None:
@@ -84,19 +87,19 @@ class _DaemonPool(Executor):
             for _ in range(self._threads):
                 self._calls.put(None)
 
-    def _resting(self) -> None:
-        """This thread is as good as idle, also for whoever hears of its result first."""
+    def _mark_idle(self) -> None:
+        """Count this thread as idle before its result is set, so that the next call reuses it."""
         with self._lock:
             self._idle += 1
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # hold nothing while idle
+            del call  # keep no reference while idle
 
 
 def _without_stop_iteration(call: Callable[[], object]) -> object:
     try:
         return call()
-    except StopIteration as error:  # a future refuses to carry it
+    except StopIteration as error:  # a future cannot hold a StopIteration
         raise RuntimeError("the handler raised StopIteration") from error

@@ -14,14 +14,14 @@ class Job:
     """A delivery inside a consumer.
 
     Attributes:
-        delivery: What was received.
-        task: The worker that runs its handler now.
-        thread: The future of a synchronous handler, which may outlive its call.
-        message: What the handler gets beside the body; of a member of a batch only.
-        body: The decoded body; of a member of a batch only.
-        lost: Whether it was taken away: another consumer has it, or will.
-        abandoned: Whether its handler was cancelled because the consumer ends.
-        stopped: Whether qkit itself cancelled the handler, since the job is lost or abandoned.
+        delivery: The delivery.
+        task: The worker task that is running the handler, or ``None``.
+        thread: The future of a synchronous handler's thread, which may outlive a cancelled call.
+        message: The message for the handler; set only in a batch.
+        body: The decoded body; set only in a batch.
+        lost: Whether the delivery was lost, so that the message is delivered again.
+        abandoned: Whether the handler was cancelled because the consumer is stopping.
+        stopped: Whether qkit cancelled the handler, because the job is lost or abandoned.
     """
 
     task: asyncio.Task[None] | None = None

@@ -1,4 +1,4 @@
-"""``LeaseRenewal``: extends the leases that a session holds, from the event loop."""
+"""``LeaseRenewal``: timer in the event loop that extends the leases of a session."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ RENEWALS_PER_LEASE = 3
 
 
 class LeaseRenewal:
-    """Extends every held lease, three times in its length.
+    """Timer that extends all held leases ``RENEWALS_PER_LEASE`` times per lease length.
 
-    On backends that run in this loop a blocked loop blocks expiry too, and expiry waits until
-    overdue renewals have run; so this needs no thread.
+    It needs no thread: if the backend runs in the same event loop, a blocked loop also delays
+    expiry, and expiry waits for overdue renewals.
 
     Args:
         subscription: Extends the leases.
-        lease: Their length in seconds.
-        held: The jobs that are held.
-        on_lost: Called with a job whose lease has ended.
-        channel: For the log.
+        lease: The length of a lease in seconds.
+        held: The held jobs.
+        on_lost: Called with a job whose lease has expired.
+        channel: The name of the channel, for log messages.
+
+    Attributes:
+        timer: The timer for the next renewal, or ``None``.
     """
 
     def __init__(
@@ -46,12 +49,12 @@ class LeaseRenewal:
         self._due = asyncio.Event()
 
     def schedule(self) -> None:
-        """Start the timer of the next renewal. An idle consumer needs none."""
+        """Start the timer for the next renewal. An idle consumer has no timer."""
         loop = asyncio.get_running_loop()
         self.timer = loop.call_later(self._lease / RENEWALS_PER_LEASE, self._due.set)
 
     async def run(self) -> None:
-        """Renew until cancelled."""
+        """Renew leases until cancelled."""
         try:
             while True:
                 await self._due.wait()
@@ -65,7 +68,7 @@ class LeaseRenewal:
                 self.timer.cancel()
 
     async def _renew(self, jobs: list[Job]) -> None:
-        """Extend all at once: one after the other, many on a slow network would come too late."""
+        """Extend all leases concurrently; in sequence, some could expire on a slow network."""
         if not isinstance(self._subscription, ExtendMany):
             await asyncio.gather(*[self._extend(job) for job in jobs])
             return
@@ -95,4 +98,4 @@ class LeaseRenewal:
             self._on_lost(job)
 
     def _warn(self, error: QueueError) -> None:
-        logger.warning("%s: a lease could not be renewed: %s", self._channel, error)
+        logger.warning("%s: could not renew a lease: %s", self._channel, error)

@@ -1,4 +1,4 @@
-"""How the handling of a delivery ended; ``Settlement`` carries it out."""
+"""Outcomes of handling a delivery; ``Settlement`` carries them out."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The handler returned: acknowledge."""
+    """Outcome of a handler that returned: ack the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryLater:
-    """The attempt failed and another follows after ``delay`` seconds."""
+    """Outcome of a failed attempt: retry after ``delay`` seconds."""
 
     delay: float
     error: Exception
@@ -34,7 +34,10 @@ class RetryLater:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The failure is final; ``called`` says whether this delivery reached the handler."""
+    """Outcome of a final failure: dead-letter the message.
+
+    ``called`` is false if the handler was not called, for instance because the message expired.
+    """
 
     reason: Reason
     error: Exception | None
@@ -43,7 +46,10 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A dependency is down: give the message back uncharged and rest the channel."""
+    """Outcome of ``Unavailable``: release the message, count no attempt and pause the consumer.
+
+    ``delay`` is the requested pause in seconds, or ``None`` for the default backoff.
+    """
 
     delay: float | None
     error: Exception
@@ -51,7 +57,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """The handler was stopped before it could finish: give the message back uncharged."""
+    """Outcome of a cancelled handler: release the message and count no attempt."""
 
 
 Outcome = Done | RetryLater | Dead | Pause | Abandon
@@ -61,7 +67,7 @@ ABANDON = Abandon()
 
 
 def expired_outcome(envelope: Envelope, now: float) -> Dead | None:
-    """Return the outcome of a message whose time to live is over; ``None`` if it is not.
+    """Return the outcome of an expired message; ``None`` if it has not expired.
 
     >>> expired_outcome(Envelope(id="0190", body=b"", expires_at=5.0), 4.0)
     >>> str(expired_outcome(Envelope(id="0190", body=b"", expires_at=5.0), 5.0).reason)
@@ -69,5 +75,5 @@ def expired_outcome(envelope: Envelope, now: float) -> Dead | None:
     """
     if envelope.expires_at is None or envelope.expires_at > now:
         return None
-    late = TimeToLiveExpired("the message was not handled within its time to live")
-    return Dead(Reason.TTL_EXPIRED, late, called=False)
+    error = TimeToLiveExpired("the message was not handled within its time to live")
+    return Dead(Reason.TTL_EXPIRED, error, called=False)

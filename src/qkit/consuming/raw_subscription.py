@@ -1,4 +1,4 @@
-"""``RawSubscription``: messages for a caller without a handler, such as ``qkit consume``."""
+"""``RawSubscription``: deliveries for a caller without a handler, such as ``qkit consume``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ __all__ = ["RawSubscription", "subscribe_raw"]
 
 
 class RawSubscription:
-    """Receives what has not expired; what has is dead-lettered, as before a handler.
+    """Subscription without a handler, which dead-letters expired messages as a consumer does.
 
-    How often a message may be delivered is not limited.
+    It does not limit the number of attempts.
+
+    Args:
+        subscription: The backend's subscription.
+        settlement: Dead-letters expired messages.
+        wiring: Objects shared by all parts of the service.
 
     Attributes:
-        subscription: The backend's, to settle what was received.
+        subscription: The backend's subscription, which the caller uses to settle deliveries.
     """
 
     def __init__(self, subscription: Subscription, settlement: Settlement, wiring: Wiring) -> None:
@@ -31,10 +36,10 @@ class RawSubscription:
         self._settlement = settlement
         self._clock = wiring.clock
         self._over = asyncio.Event()
-        self._refusals: set[asyncio.Task[None]] = set()  # at most as many as the prefetch
+        self._dead_letter_tasks: set[asyncio.Task[None]] = set()  # bounded by the prefetch
 
     async def receive(self, limit: int) -> list[Delivery]:
-        """Return up to ``limit`` deliveries as soon as there are any; none once stopped."""
+        """Wait for deliveries and return up to ``limit``; return an empty list once stopped."""
         while found := await self.subscription.receive(limit):
             live: list[Delivery] = []
             for delivery in found:
@@ -42,29 +47,29 @@ class RawSubscription:
                 if expired is None:
                     live.append(delivery)
                 else:
-                    self._refuse(delivery, expired)
+                    self._dead_letter(delivery, expired)
             if live:
                 return live
         return []
 
-    def _refuse(self, delivery: Delivery, outcome: Dead) -> None:
+    def _dead_letter(self, delivery: Delivery, outcome: Dead) -> None:
         settling = self._settlement.settle(self.subscription, Job(delivery), outcome, self._over)
-        task = asyncio.create_task(settling, name="qkit refusal")
-        self._refusals.add(task)
-        task.add_done_callback(self._refusals.discard)
+        task = asyncio.create_task(settling, name="qkit dead letter")
+        self._dead_letter_tasks.add(task)
+        task.add_done_callback(self._dead_letter_tasks.discard)
 
     async def aclose(self) -> None:
-        """Wait for dead letters that are being written; what cannot be written goes back."""
+        """Wait for pending dead letters; release messages whose dead letter cannot be written."""
         self._over.set()
-        if self._refusals:
-            await asyncio.wait(self._refusals)
+        if self._dead_letter_tasks:
+            await asyncio.wait(self._dead_letter_tasks)
 
 
 @asynccontextmanager
 async def subscribe_raw(
     wiring: Wiring, route: Route, spec: SubscriptionSpec
 ) -> AsyncGenerator[RawSubscription, None]:
-    """Subscribe to a queue that exists, with a backend that was started."""
+    """Open a raw subscription to an existing queue; the backend must be started."""
     producer = Producer(wiring, lambda operation: None)
     route.declared = True
     settlement = Settlement(wiring, route, spec, producer.dead_letter_writer(route))

@@ -1,4 +1,4 @@
-"""One subscription's life: fetch up to the free slots, run handlers, keep leases, drain."""
+"""``Session``: one open subscription, from the first fetch to the drain."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ MAX_ACKS_BEFORE_YIELD = 20
 
 
 class Session:
-    """One subscription: its fetcher, its workers, and the renewal of its leases.
+    """One subscription with its fetcher, its workers and its lease renewal.
 
-    An idle worker fetches for itself; the fetcher tops up while the workers are busy. One at a
-    time receives.
+    An idle worker fetches for itself. While all workers are busy, the fetcher refills the buffer.
+    Only one task receives at a time.
 
     Args:
         subscription: The open subscription.
-        wiring: What the service shares.
+        wiring: Objects shared by all parts of the service.
         route: The channel.
-        spec: What the subscription was opened with.
-        state: Whether handlers may be started now; changed by the consumer.
+        spec: The options of the subscription.
+        state: Whether handlers may be started; changed by the consumer.
         executor: Runs the handler.
         settlement: Carries out the outcomes.
+
+    Attributes:
+        held: All unsettled deliveries.
     """
 
     def __init__(
@@ -70,18 +73,17 @@ class Session:
         self._clock = wiring.clock
         self._channel = route.name
         self._loop = asyncio.get_running_loop()
-        self._fetcher_waits: asyncio.Future[None] | None = None  # the fetcher waits for free slots
-        self._receiving: CancelScope | None = None  # or for deliveries
-        self._broken: Exception | None = None  # why nothing can be received any more
-        self._fetch_check = False  # the fetcher is about to check whether to fetch
+        self._fetcher_waits: asyncio.Future[None] | None = None  # set while the fetcher waits
+        self._receiving: CancelScope | None = None  # set during ``receive``
+        self._broken: Exception | None = None  # why the subscription was lost
+        self._fetch_check = False  # whether ``_check_fetch`` is scheduled
         self._fetches = 0
         self._buffer = DeliveryBuffer(lanes=route.ordered, on_empty=self._schedule_fetch)
-        self.held = self._buffer.held
-        """Every unsettled delivery."""
-        self._stopped = asyncio.Event()  # it stops, or is broken
+        self.held: set[Job] = self._buffer.held
+        self._stopped = asyncio.Event()  # set when the session stops or the subscription is lost
         self._withdrawn: list[Job] = []
         self._workers: set[asyncio.Task[None]] = set()
-        self._refusals: set[asyncio.Task[None]] = set()  # dead letters of messages not handled
+        self._dead_letter_tasks: set[asyncio.Task[None]] = set()  # for unhandled messages
         self._tasks = asyncio.TaskGroup()
         self._abandoned = self._loop.create_future()
         name = f"qkit {self._channel} {spec.group} acks"
@@ -100,17 +102,18 @@ class Session:
             subscription.on_settlement(settlement.reported)
         settlement.begin()
         self._acked = 0
-        # An ack that comes back may free a lane: a worker must be there to take its next message.
+        # A batched ack may make the next message of a lane ready. A worker that waits in the buffer
+        # takes that message, but a worker that is fetching would not.
         self._workers_fetch = self._acks is None or not route.ordered
         state.on_change = self.interrupt
 
     @property
     def settling(self) -> bool:
-        """Whether deliveries are held and no handler runs: they are being settled."""
+        """Whether deliveries are being settled and no handler is running."""
         return bool(self.held) and all(job.task is None for job in self.held)
 
     async def run(self) -> None:
-        """Fetch and work until the consumer stops; raises when the subscription breaks."""
+        """Fetch and handle messages until the consumer stops; raise if the subscription is lost."""
         name = f"qkit {self._channel} {self._spec.group}"
         try:
             async with self._tasks as tasks:
@@ -123,7 +126,7 @@ class Session:
                 try:
                     broken = await self._fetch_until_stopped()
                     self._buffer.close()
-                    while running := self._workers | self._refusals:
+                    while running := self._workers | self._dead_letter_tasks:
                         await asyncio.wait(running)
                     if self._acks is not None:
                         await self._acks.close()
@@ -142,31 +145,31 @@ class Session:
     def _start_worker(
         self, tasks: asyncio.TaskGroup, name: str, context: contextvars.Context
     ) -> None:
-        """Start a worker; one that a handler left with other context variables is replaced.
+        """Start a worker; replace it when a handler has changed its context variables.
 
-        A task for each message would keep messages apart as well, at several times the cost.
+        One task per message would isolate messages too, but would cost several times as much.
         """
         batches = self._executor.handler.metadata.batch_size
         work = self._work_batches if batches else self._work
         task = tasks.create_task(work(context.copy()), name=name, context=context.copy())
         self._workers.add(task)
 
-        def leave(task: asyncio.Task[None]) -> None:
+        def on_done(task: asyncio.Task[None]) -> None:
             self._workers.discard(task)
             if not task.cancelled() and task.exception() is None and not self._buffer.closed:
                 self._start_worker(tasks, name, context)
 
-        task.add_done_callback(leave)
+        task.add_done_callback(on_done)
 
     async def _fetch_until_stopped(self) -> Exception | None:
-        """Fetch until the consumer stops or the subscription breaks; then the answer is why."""
+        """Fetch until the consumer stops or the subscription is lost; return the error if lost."""
         try:
             await self._fetch()
             await self._release_withdrawn()
             await self._subscription.stop()
         except Exception as error:
-            # What a broken subscription delivered cannot be settled: its handlers stop, and a
-            # thread that does not is left behind, or it would hold up the next subscription.
+            # Deliveries of a lost subscription cannot be settled, so cancel their handlers. Do not
+            # wait for handler threads, which would delay the next subscription.
             for job in self.held:
                 self._mark_lost(job)
             self._buffer.withdraw()
@@ -176,7 +179,7 @@ class Session:
         return None
 
     def _end(self) -> None:
-        """The task group cancels the workers: let them give back what they hold, and end."""
+        """Make the workers release their deliveries and end; the task group cancels them."""
         for job in self.held:
             job.abandoned = job.stopped = True
         self._stopped.set()
@@ -184,7 +187,7 @@ class Session:
         self._buffer.close()
 
     def interrupt(self) -> None:
-        """The consumer's state changed: take back what has not started, let the fetcher look."""
+        """React to a change of the consumer's state: withdraw deliveries and wake the fetcher."""
         self._withdraw_unstarted()
         if self._state.stopping:
             self._stopped.set()
@@ -193,8 +196,8 @@ class Session:
             self._receiving.expire()
 
     def abandon(self) -> int:
-        """Cancel every running handler; return how many."""
-        # Each once: a handler that cleans up after itself is not to be cancelled in that.
+        """Cancel all running handlers; return how many."""
+        # Cancel each handler only once, so that its cleanup is not cancelled too.
         running = [job for job in self.held if job.task is not None and not job.abandoned]
         for job in running:
             job.abandoned = job.stopped = True
@@ -210,9 +213,9 @@ class Session:
     # -- fetching ----------------------------------------------------------------------------
 
     async def _fetch(self) -> None:
-        """Give back what was withdrawn, and top up while the workers are busy."""
+        """Release withdrawn deliveries, and refill the buffer while the workers are busy."""
         task = _current_task()
-        await asyncio.sleep(0)  # the workers first: an idle one fetches for itself
+        await asyncio.sleep(0)  # let the workers start first: an idle worker fetches for itself
         while not self._state.stopping:
             if self._broken is not None:
                 raise self._broken
@@ -220,19 +223,19 @@ class Session:
                 await self._release_withdrawn()
             elif (limit := self._fetch_limit()) > 0:
                 await self._receive(limit, task)
-                await asyncio.sleep(0)  # again: then this waits, and the next takes a turn less
+                await asyncio.sleep(0)  # let an idle worker do the next fetch: it is faster
             else:
                 self._fetcher_waits = self._loop.create_future()
                 await self._fetcher_waits
 
     async def _receive(self, limit: int, task: asyncio.Task[None]) -> None:
-        """Fetch up to ``limit`` deliveries, unless it is interrupted; one at a time may."""
+        """Fetch up to ``limit`` deliveries unless interrupted; must not run concurrently."""
         self._state.last_poll_at = self._clock.time()
         self._receiving = scope = CancelScope(task)
         try:
             with scope:
                 deliveries = await self._subscription.receive(limit)
-                # The renewal's timer first: a handler may block the loop at once.
+                # Start the renewal timer first, because a handler may block the loop immediately.
                 if self._renewal is not None and self._renewal.timer is None:
                     self._renewal.schedule()
                 self._counters.received += len(deliveries)
@@ -241,21 +244,22 @@ class Session:
                     self._withdraw_unstarted()
         except TimeoutError:
             if not scope.expired:
-                raise  # else it was interrupted; receive is safe to cancel
+                raise  # otherwise ``interrupt`` ended the call, which loses no delivery
         finally:
             self._receiving = None
 
     def _withdraw_unstarted(self) -> None:
-        """Take back what no worker has started on, if none may be started now."""
+        """Withdraw deliveries that no worker has started, if no handler may be started."""
         if not self._state.active:
             self._withdrawn += self._buffer.withdraw()
             self._wake_fetcher()
 
     def _fetch_limit(self) -> int:
-        """Return how many deliveries to ask for now.
+        """Return how many deliveries to fetch now.
 
-        None while another worker asks, no handler may start, or so few fit that asking is not
-        worth its cost.
+        Return 0 while another task receives, while withdrawn deliveries wait to be released, after
+        the subscription is lost, and while no handler may be started. To avoid small fetches, also
+        return 0 while deliveries are ready and less than half of the limit is free.
         """
         state, buffer = self._state, self._buffer
         if self._receiving is not None or self._withdrawn or self._broken is not None:
@@ -266,7 +270,7 @@ class Session:
         return free if not buffer.ready or free * 2 >= state.limit else 0
 
     async def _release_withdrawn(self) -> None:
-        """Release what was withdrawn, uncharged, so that others can have it."""
+        """Release withdrawn deliveries without counting an attempt."""
         while self._withdrawn:
             job = self._withdrawn.pop()
             if job.lost:
@@ -280,7 +284,7 @@ class Session:
             self._schedule_fetch()
 
     def _schedule_fetch(self) -> None:
-        """Let the fetcher check soon whether there is more to fetch, unless a worker does."""
+        """If the fetcher waits, schedule a check of whether it should fetch."""
         if self._fetcher_waits is not None and not self._fetch_check:
             self._fetch_check = True
             self._loop.call_soon(self._check_fetch)
@@ -291,7 +295,7 @@ class Session:
             self._wake_fetcher()
 
     def _wake_fetcher(self) -> None:
-        """Let the fetcher look, if it waits."""
+        """Wake the fetcher if it is waiting."""
         if self._fetcher_waits is not None and not self._fetcher_waits.done():
             self._fetcher_waits.set_result(None)
         self._fetcher_waits = None
@@ -299,10 +303,10 @@ class Session:
     # -- working -----------------------------------------------------------------------------
 
     async def _next(self, task: asyncio.Task[None]) -> Job | None:
-        """Wait for the next delivery to handle, ``None`` at the end.
+        """Wait for the next delivery; return ``None`` when the buffer is closed and empty.
 
-        An idle worker fetches for itself, so a message takes one turn of the loop instead of two,
-        and a long queue hardly any.
+        An idle worker fetches for itself, which takes one loop iteration per message instead of
+        two, and almost none when many messages are ready.
         """
         buffer = self._buffer
         while not buffer.closed:
@@ -325,7 +329,7 @@ class Session:
             self._schedule_fetch()
         self._fetches += 1
         if not self._fetches % MAX_FETCHES_BEFORE_YIELD:
-            await asyncio.sleep(0)  # handlers that never wait must not keep the loop
+            await asyncio.sleep(0)  # handlers that never suspend must not block the loop
 
     async def _work(self, context: contextvars.Context) -> None:
         task = _current_task()
@@ -354,16 +358,16 @@ class Session:
         task = _current_task()
         metadata = self._executor.handler.metadata
         size, wait = metadata.batch_size or 1, metadata.batch_wait
-        while gathered := await self._buffer.next_batch(size, wait):
-            jobs = [job for job in gathered if not job.lost]
-            for job in gathered:
+        while batch := await self._buffer.next_batch(size, wait):
+            jobs = [job for job in batch if not job.lost]
+            for job in batch:
                 if job.lost:
                     self._drop_lost(job)
             if not jobs:
                 continue
             for job, outcome in zip(jobs, await self._run_batch(task, jobs), strict=True):
                 await self._settle_outcome(task, job, outcome)
-            for job in jobs:  # an inline retry of some of them has a thread of its own
+            for job in jobs:  # each inline retry of a partial batch has its own thread
                 if job.thread is not None:
                     await self._wait_for_thread(job.thread)
             if contextvars.copy_context() != context:
@@ -385,7 +389,7 @@ class Session:
             self._counters.in_flight -= len(jobs)
 
     async def _settle_outcome(self, task: asyncio.Task[None], job: Job, outcome: Outcome) -> None:
-        """Settle, out of reach of any cancellation that was meant for the handler."""
+        """Settle a job; a cancellation of its handler does not cancel the settlement."""
         if job.stopped:
             while task.cancelling():
                 task.uncancel()
@@ -393,7 +397,7 @@ class Session:
                 self._drop_lost(job)
                 return
             if outcome is not DONE:
-                outcome = ABANDON  # however it put it, it failed because it was cancelled
+                outcome = ABANDON  # the failure is a result of the cancellation
         if outcome is DONE:
             if self._state.probing:
                 self._state.probe_succeeded()
@@ -401,16 +405,16 @@ class Session:
                 self._acks.add(job)
                 self._acked += 1
                 if not self._acked % MAX_ACKS_BEFORE_YIELD:
-                    await asyncio.sleep(0)  # handlers that never wait must not keep the loop
+                    await asyncio.sleep(0)  # handlers that never suspend must not block the loop
                 return
         elif isinstance(outcome, Pause):
             outcome = self._state.back_off(outcome)
         elif isinstance(outcome, Dead) and not outcome.called:
-            # Not in the worker's slot: expired messages would delay those behind them by a dead
-            # letter each. The prefetch bounds how many there are.
-            refusal = self._tasks.create_task(self._settle(job, outcome), name="qkit refusal")
-            self._refusals.add(refusal)
-            refusal.add_done_callback(self._refusals.discard)
+            # Use a separate task, because writing the dead letters of many expired messages would
+            # delay the messages behind them. The prefetch limits the number of tasks.
+            writing = self._tasks.create_task(self._settle(job, outcome), name="qkit dead letter")
+            self._dead_letter_tasks.add(writing)
+            writing.add_done_callback(self._dead_letter_tasks.discard)
             return
         await self._settle(job, outcome)
 
@@ -419,37 +423,37 @@ class Session:
         self._finish(job)
 
     async def _wait_for_thread(self, thread: asyncio.Future[object]) -> None:
-        """Keep the slot until a synchronous handler's thread returns: it cannot be stopped."""
+        """Keep the slot until a synchronous handler returns, because a thread cannot be stopped."""
         if not thread.done():
             await asyncio.wait({thread, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
             if not thread.done():
-                thread.cancel()  # the thread goes on; its result concerns nobody any more
+                thread.cancel()  # the thread continues, but its result is ignored
                 logger.warning(
-                    "%s: a synchronous handler of %s is still running and is left behind",
+                    "%s: a synchronous handler of %s is still running; no longer waiting for it",
                     self._channel,
                     self._spec.group,
-                    extra={"queue": self._channel, "consumer": self._spec.group},
+                    extra={"queue": self._channel, "consumer": self._spec.consumer},
                 )
 
     # -- lost deliveries ---------------------------------------------------------------------
 
     def _on_lost(self, deliveries: Sequence[Delivery]) -> None:
-        """The subscription has lost these, and says so of its own accord."""
-        gone = set(deliveries)
-        for job in [job for job in self.held if job.delivery in gone]:
+        """Mark deliveries as lost; called by the subscription."""
+        lost = set(deliveries)
+        for job in [job for job in self.held if job.delivery in lost]:
             self._mark_lost(job)
 
     def _mark_lost(self, job: Job) -> None:
-        """Stop its handler, once: one that cleans up after itself is left to it."""
+        """Mark a job as lost and cancel its handler, unless another lost job already did."""
         task = job.task
         if task is not None and not any(each.lost and each.task is task for each in self.held):
             task.cancel()
         job.lost = job.stopped = True
 
     def _drop_lost(self, job: Job) -> None:
-        """Another has the message now: there is nothing to settle."""
+        """Finish a lost job without settling it, because its message is delivered again."""
         logger.warning(
-            "%s: the claim on message %s was lost, its handler was stopped",
+            "%s: the delivery of message %s was lost; the message will be delivered again",
             self._channel,
             job.delivery.envelope.id,
             extra={

@@ -1,7 +1,7 @@
-"""The one place where a delivery is settled: acknowledged, released or made a dead letter.
+"""``Settlement``: acks, releases or dead-letters the deliveries of a consumer.
 
-Durable copy before ack: a dead letter is written and confirmed before its message is
-acknowledged, so a crash between the two duplicates and never loses.
+A dead letter is confirmed before its message is acked. A crash between the two can duplicate the
+message, but cannot lose it.
 """
 
 from __future__ import annotations
@@ -36,20 +36,24 @@ __all__ = ["Settlement"]
 
 DEAD_LETTER_WRITE_BACKOFF = Backoff(initial=0.5, multiplier=2.0, maximum=10.0, jitter=0.1)
 
-_SETTLE = "settle"  # of all messages together: one that is settled shows that it works
+_SETTLE = "settle"  # one key for all messages, because any success shows that settling works
 
 WriteDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 
 
 class Settlement:
-    """Settles one consumer's deliveries and tells of every failure.
+    """Settlement of one consumer's deliveries; counts and logs every failure.
 
     Args:
-        wiring: What the service shares.
+        wiring: Objects shared by all parts of the service.
         route: The channel.
-        spec: What the consumer subscribes with.
-        write: Writes a dead letter and returns once it is confirmed; ``None`` if the channel
-            keeps none.
+        spec: The options of the subscription.
+        write: Writes a dead letter and waits until it is confirmed; ``None`` if the channel has
+            no dead-letter queue.
+
+    Attributes:
+        last_settle_at: Wall time of the last settlement, or ``None``.
+        failures: The settlements that currently fail.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Settlement:
         self._broadcast = route.broadcast
         self._consumer = spec.consumer
         self._write = write
-        # On an ordered channel a wait in the broker would let its successors overtake.
+        # In an ordered channel, later messages would overtake a message that waits in the broker.
         self._can_delay = route.can_delay and not route.ordered
         self._timeout = wiring.settings.send_timeout
         self._counters = route.counters
@@ -72,7 +76,7 @@ class Settlement:
         self._connection = wiring.connection
         self._clock = wiring.clock
         self.last_settle_at: float | None = None
-        self.failures = SettlementFailures(wiring.clock)
+        self.failures: SettlementFailures = SettlementFailures(wiring.clock)
 
     async def settle(
         self,
@@ -81,13 +85,19 @@ class Settlement:
         outcome: Outcome,
         over: asyncio.Event,
     ) -> None:
-        """Carry out ``outcome``. What cannot be settled is logged: the broker delivers it again.
+        """Settle a delivery according to its outcome.
 
-        ``over`` is set when the subscription ends: nothing may be tried again after that.
+        A failure to settle is logged, and the broker delivers the message again.
+
+        Args:
+            subscription: The subscription of the delivery.
+            job: The delivery.
+            outcome: The outcome to carry out.
+            over: Set when the subscription ends; nothing is retried after that.
         """
         delivery = job.delivery
         try:
-            if outcome is DONE:  # the hot path: no timer, a backend bounds its own acks
+            if outcome is DONE:  # hot path without a timer: backends have their own ack timeout
                 await subscription.ack(delivery)
             elif isinstance(outcome, Dead):
                 await self._dead_letter(subscription, job, outcome, over)
@@ -100,7 +110,7 @@ class Settlement:
             self._record_success()
 
     async def acknowledge(self, subscription: AckMany, deliveries: Sequence[Delivery]) -> None:
-        """Carry out ``Done`` for several at once; as ``settle`` for what cannot be."""
+        """Ack several deliveries in one call; log failures as ``settle`` does."""
         errors: Sequence[QueueError | None]
         try:
             errors = await subscription.ack_many(deliveries)
@@ -115,21 +125,26 @@ class Settlement:
     def _unsettled(self, delivery: Delivery, error: Exception) -> None:
         match error:
             case AckDeadlineExceeded():
-                text = "settled too late: the lease is lost, it may run twice"
+                text = "was settled too late: its lease has expired, so it may be handled twice"
             case MessageNotFound():
-                text = "nothing to settle: the message is gone"
+                text = "could not be settled: it no longer exists"
             case _:
-                text = "could not be settled: it will be delivered again"
-                if not isinstance(error, SubscriptionLost):  # which is told by itself
+                text = "could not be settled and will be delivered again"
+                if not isinstance(error, SubscriptionLost):  # which the consumer reports
                     self.failures.add(_SETTLE, "messages cannot be settled", error, repeated=False)
         self._warn(text, delivery, error)
 
     def begin(self) -> None:
-        """Forget what could not be settled in an earlier subscription: it is delivered again."""
+        """Clear failures of an earlier subscription, whose messages are delivered again."""
         self.failures.remove(_SETTLE)
 
     def reported(self, what: str, error: Exception | None) -> None:
-        """Take note of what the subscription settles itself: that it failed, or is over."""
+        """Record whether a settlement that the subscription performs itself is failing.
+
+        Args:
+            what: Description of the settlement.
+            error: Why it fails; ``None`` when it succeeds again.
+        """
         if error is None:
             self.failures.remove(what)
         else:
@@ -153,7 +168,7 @@ class Settlement:
                 self.record_retry(delivery.envelope, outcome)
                 await subscription.release(delivery, delay)
             case Pause(delay, error):
-                self._warn("a dependency is unavailable: the channel pauses", delivery, error)
+                self._warn("was released: a dependency is unavailable", delivery, error)
                 wait = (delay or 0.0) if self._can_delay else 0.0
                 await subscription.release(delivery, wait, count_attempt=False)
             case Abandon():
@@ -162,11 +177,14 @@ class Settlement:
                 assert_never(outcome)
 
     def record_retry(self, envelope: Envelope, outcome: RetryLater) -> None:
-        """An attempt failed and another follows: note the first failure, count, log and tell."""
+        """Count and log a failed attempt that will be retried, and emit ``Retried``.
+
+        The time of the first failure is stored in a header.
+        """
         envelope.headers.setdefault(FIRST_FAILED_AT, repr(self._clock.time()))
         self._counters.retried += 1
         self._warn(
-            f"attempt {envelope.attempt} failed, the next comes in {outcome.delay:.3g} s",
+            f"failed on attempt {envelope.attempt}, retrying in {outcome.delay:.3g} s",
             envelope,
             outcome.error,
         )
@@ -211,24 +229,25 @@ class Settlement:
     async def _write_dead_letter(
         self, write: WriteDeadLetter, letter: DeadLetter, job: Job, over: asyncio.Event
     ) -> bool:
-        """Write a dead letter until it is confirmed; false if the session is over before that.
+        """Write a dead letter, retrying until it is confirmed; return false if the session ends.
 
-        Meanwhile the delivery is held. Giving it back would run its handler again, although its
-        failure is final. Once it is lost another handles it, perhaps well: then there is none.
+        The delivery is held meanwhile: releasing it would run the handler again, although the
+        failure is final. If the delivery is lost, another consumer handles the message and may
+        succeed, so no dead letter is written.
         """
         failures = 0
         try:
             while True:
                 if job.lost:
-                    raise AckDeadlineExceeded("another has the message: no dead letter is written")
+                    raise AckDeadlineExceeded("the lease was lost, so no dead letter was written")
                 try:
-                    await write(letter)  # it has a deadline of its own
+                    await write(letter)  # applies its own deadline
                 except (QueueError, TimeoutError) as error:
                     failures += 1
                     wait = DEAD_LETTER_WRITE_BACKOFF.after(failures)
                     self.failures.add(job, "dead letters cannot be written", error)
                     self._warn(
-                        f"no dead letter could be written, again in {wait:.1f} s",
+                        f"could not be dead-lettered, retrying in {wait:.1f} s",
                         job.delivery,
                         error,
                     )
@@ -267,13 +286,13 @@ def record_dead_letter(
     consumer: str,
     error: Exception | None = None,
 ) -> None:
-    """A message failed for good, here or inside the backend: count it, log it, tell of it."""
+    """Count and log a final failure, in a handler or in the backend; emit ``DeadLettered``."""
     counters.failed += 1
     counters.dead_lettered += kept
     _log(
         logging.ERROR,
         f"failed for good ({letter.reason}), "
-        + ("to the dead letters" if kept else "dropped: the channel keeps no dead letters"),
+        + ("dead-lettered" if kept else "discarded: the channel keeps no dead letters"),
         error,
         queue=letter.channel,
         consumer=consumer,
@@ -293,8 +312,8 @@ def _log(
     message_id: str,
     attempt: int,
 ) -> None:
-    # A signal is the handler's word, not an accident: its stack would tell nothing.
-    accident = error is not None and not isinstance(error, Signal)
+    # Handlers raise signals such as ``Retry`` and ``Reject`` on purpose: log no traceback for them.
+    unexpected = error is not None and not isinstance(error, Signal)
     logger.log(
         level,
         "%s: message %s %s%s",
@@ -302,7 +321,7 @@ def _log(
         message_id,
         text,
         f": {type(error).__name__}: {error_text(error)}" if error is not None else "",
-        exc_info=error if accident else None,
+        exc_info=error if unexpected else None,
         extra={
             "queue": queue,
             "consumer": consumer,

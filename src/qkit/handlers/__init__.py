@@ -1,4 +1,4 @@
-"""Channels and handlers as the user declares them, resolved to routes.
+"""Channels and handlers as the user declares them, and the routes built from them.
 
-May import: ``observability`` and what lies below it; no backend.
+May import: ``observability`` and the packages below it; no backend.
 """

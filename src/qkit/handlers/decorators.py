@@ -1,7 +1,7 @@
-"""``@channel`` and ``@consume``, and the metadata they store.
+"""``@channel`` and ``@consume``, and the metadata that they store.
 
-A decorator only leaves a note on the function or class; nothing is resolved until ``register``,
-when every annotation exists.
+A decorator only stores metadata on the function or class. ``register`` resolves the metadata later,
+when all annotations can be evaluated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,19 @@ _CONSUME_ATTRIBUTE = "__qkit_consume__"
 
 @dataclass(frozen=True, slots=True)
 class QueueMetadata:
-    """What ``@channel`` stores on a class.
+    """Metadata that ``@channel`` stores on a class.
 
-    >>> @channel("orders", prefetch=20)
-    ... class Orders: ...
-    >>> QueueMetadata.of(Orders).channel
-    Channel('orders')
+    Attributes:
+        channel: The channel.
+        owner: The qualified name of the class.
+        location: File and line of the decorator.
+
+    Example:
+        >>> from qkit import QueueMetadata, channel
+        >>> @channel("orders", prefetch=20)
+        ... class Orders: ...
+        >>> QueueMetadata.of(Orders).channel
+        Channel('orders')
     """
 
     channel: Channel[object]
@@ -40,19 +47,42 @@ class QueueMetadata:
 
     @staticmethod
     def of(target: type) -> QueueMetadata | None:
-        """The metadata of a decorated class, its own or inherited; ``None`` if there is none."""
-        note = getattr(target, _QUEUE_ATTRIBUTE, None)
-        return note if isinstance(note, QueueMetadata) else None
+        """Return the metadata of a decorated class, its own or inherited.
+
+        Args:
+            target: The class.
+
+        Returns:
+            The metadata, or ``None`` if neither the class nor a base class is decorated.
+
+        Example:
+            >>> from qkit import QueueMetadata
+            >>> QueueMetadata.of(dict) is None
+            True
+        """
+        metadata = getattr(target, _QUEUE_ATTRIBUTE, None)
+        return metadata if isinstance(metadata, QueueMetadata) else None
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumeMetadata:
-    """What ``@consume`` stores on a function or method.
+    """Metadata that ``@consume`` stores on a function or method.
 
-    >>> @consume("audit", concurrency=4)
-    ... def audit(entry: dict) -> None: ...
-    >>> ConsumeMetadata.of(audit).concurrency
-    4
+    Attributes:
+        channel: The channel; ``None`` if ``@channel`` on the class names it.
+        group: The group; ``None`` for the qualified name of the handler.
+        concurrency: How many calls run concurrently in this process.
+        timeout: Seconds after which a call fails; ``None`` for no limit.
+        batch_size: The maximum number of messages in a batch; ``None`` for one message per call.
+        batch_wait: How many seconds a batch waits to fill up.
+        location: File and line of the decorator.
+
+    Example:
+        >>> from qkit import ConsumeMetadata, consume
+        >>> @consume("audit", concurrency=4)
+        ... def audit(entry: dict) -> None: ...
+        >>> ConsumeMetadata.of(audit).concurrency
+        4
     """
 
     channel: Channel[object] | None
@@ -65,26 +95,51 @@ class ConsumeMetadata:
 
     @staticmethod
     def of(target: object) -> ConsumeMetadata | None:
-        """The metadata of a decorated function or method; ``None`` if there is none."""
-        note = getattr(target, _CONSUME_ATTRIBUTE, None)
-        return note if isinstance(note, ConsumeMetadata) else None  # a mock has every attribute
+        """Return the metadata of a decorated function or method.
+
+        Args:
+            target: The function or method; may be any object.
+
+        Returns:
+            The metadata, or ``None`` if ``target`` is not decorated.
+
+        Example:
+            >>> from qkit import ConsumeMetadata
+            >>> ConsumeMetadata.of(print) is None
+            True
+        """
+        metadata = getattr(target, _CONSUME_ATTRIBUTE, None)
+        # Check the type, because a mock has every attribute.
+        return metadata if isinstance(metadata, ConsumeMetadata) else None
 
 
 def channel(
     name: str | Channel[T], /, **options: Unpack[ChannelOptions]
 ) -> Callable[[type[C]], type[C]]:
-    """Bind a class to a channel: its ``@consume`` methods handle what is sent there.
+    """Bind the ``@consume`` methods of a class to a channel.
 
-    >>> @channel("orders", prefetch=20, dead_letter=True)
-    ... class Orders:
-    ...     @consume(concurrency=8)
-    ...     async def place(self, order: dict) -> None: ...
+    Args:
+        name: The name of the channel, or a ``Channel``.
+        **options: See ``ChannelOptions``. Not allowed with a ``Channel``, which has its own
+            options.
 
-    Raises ``InvalidName`` and ``ConfigError`` as ``Channel`` does.
+    Returns:
+        A class decorator.
+
+    Raises:
+        InvalidName: The name is not valid on every broker.
+        ConfigError: An option is unknown or invalid, or the decorator is not used on a class.
+
+    Example:
+        >>> from qkit import channel, consume
+        >>> @channel("orders", prefetch=20, dead_letter=True)
+        ... class Orders:
+        ...     @consume(concurrency=8)
+        ...     async def place(self, order: dict) -> None: ...
     """
     if not isinstance(name, str | Channel):
         raise ConfigError(
-            f'@channel needs a name: write @channel("orders"), not @channel on {name!r}'
+            f'@channel needs a name: write @channel("orders"); got @channel on {name!r}'
         )
     bound = _channel(name, options)
     location = caller_location()
@@ -92,8 +147,8 @@ def channel(
     def decorate(target: type[C]) -> type[C]:
         if not isinstance(target, type):
             raise ConfigError(
-                f"@channel({bound.name!r}) goes on a class, not on {target!r}; "
-                f"a function is bound by @consume({bound.name!r})"
+                f"@channel({bound.name!r}): expected a class, got {target!r}; "
+                f"use @consume({bound.name!r}) on a function"
             )
         setattr(target, _QUEUE_ATTRIBUTE, QueueMetadata(bound, target.__qualname__, location))
         return target
@@ -126,17 +181,30 @@ def consume(
     batch_wait: float = 0.5,
     **options: Unpack[ChannelOptions],
 ) -> F | Callable[[F], F]:
-    """Make a function, or a method of a ``@channel`` class, a handler; its signature stays.
+    """Mark a function, or a method of a ``@channel`` class, as a handler.
 
-    ``group`` is its share of a topic (default: its qualified name), ``concurrency`` how many
-    calls run at once in this process, ``timeout`` the seconds after which a call has failed.
-    With ``batch_size`` it takes a ``list[…]`` of that many messages, or of those that came within
-    ``batch_wait`` seconds. A channel's options may be given beside its name.
+    The function itself does not change: you can still call it directly.
 
-    >>> @consume("audit", concurrency=4, dead_letter=False)
-    ... async def audit(entry: dict) -> None: ...
+    Args:
+        target: The channel or its name. Omit it on a method of a ``@channel`` class.
+        group: The group that consumes a topic. Default: the qualified name of the function.
+        concurrency: How many calls run concurrently in this process, 1 to 10,000. Default: 1.
+        timeout: Seconds after which a call fails. Default: no limit.
+        batch_size: Take lists of up to this many messages, 1 to 1000. Default: single messages.
+        batch_wait: How many seconds a batch waits to fill up after its first message. Default: 0.5.
+        **options: Options of the channel; see ``ChannelOptions``. Only with the name of a channel.
 
-    Raises ``ConfigError`` for values that cannot work.
+    Returns:
+        The function itself, or a decorator if called with arguments.
+
+    Raises:
+        InvalidName: The name of the channel or group is not valid on every broker.
+        ConfigError: A value is out of range, or an option is unknown or invalid.
+
+    Example:
+        >>> from qkit import consume
+        >>> @consume("audit", concurrency=4, dead_letter=False)
+        ... async def audit(entry: dict) -> None: ...
     """
     if target is not None and not isinstance(target, str | Channel):
         return _attach_metadata(
@@ -145,7 +213,7 @@ def consume(
     name = cast("str | Channel[object] | None", target)
     if name is None and options:
         raise ConfigError(
-            f"@consume({', '.join(options)}=…) sets options of a channel but names none; give "
+            f"@consume({', '.join(options)}=…) sets options of a channel without naming it; pass "
             "them to @channel on the class, or name the channel"
         )
     _check("concurrency", concurrency, int, 1, 10_000)
@@ -165,11 +233,12 @@ def consume(
 
 
 def _attach_metadata(function: F, metadata: ConsumeMetadata) -> F:
-    # Above @staticmethod or @classmethod: the note goes where it is looked for.
-    noted: object = getattr(function, "__func__", function)
-    if isinstance(noted, type) or not callable(noted):
-        raise ConfigError(f"@consume goes on a function or method, not on {function!r}")
-    setattr(noted, _CONSUME_ATTRIBUTE, metadata)
+    # If @consume is above @staticmethod or @classmethod, store the metadata on the wrapped
+    # function, where it is looked up.
+    target: object = getattr(function, "__func__", function)
+    if isinstance(target, type) or not callable(target):
+        raise ConfigError(f"@consume: expected a function or method, got {function!r}")
+    setattr(target, _CONSUME_ATTRIBUTE, metadata)
     return function
 
 
@@ -178,7 +247,7 @@ def _channel(name: str | Channel[T], options: ChannelOptions) -> Channel[object]
         return Channel(name, **options)
     if options:
         raise ConfigError(
-            f"{name!r} is given together with {', '.join(options)}; a Channel carries its options"
+            f"{name!r} cannot be combined with {', '.join(options)}; pass the options to Channel(…)"
         )
     return cast("Channel[object]", name)
 
@@ -188,8 +257,8 @@ def _check(name: str, value: object, kind: type, low: float, high: float | None)
         return
     allowed = (int, float) if kind is float else (int,)
     if isinstance(value, bool) or not isinstance(value, allowed):
-        word = "a number" if kind is float else "a whole number"
-        raise ConfigError(f"@consume({name}={value!r}): {name} is {word}")
-    if not value >= low or (high is not None and value > high):  # nan is refused too
+        expected = "a number" if kind is float else "an integer"
+        raise ConfigError(f"@consume: {name}: expected {expected}, got {value!r}")
+    if not value >= low or (high is not None and value > high):  # also rejects NaN
         limit = f"at least {low:g}" + (f" and at most {high:g}" if high is not None else "")
-        raise ConfigError(f"@consume({name}={value!r}): {name} is {limit}")
+        raise ConfigError(f"@consume: {name}: must be {limit}, got {value!r}")

@@ -1,4 +1,4 @@
-"""The registry: channels by name, and the handlers found in what a user registers."""
+"""``Registry``: the channels and handlers of a service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,27 @@ __all__ = ["Handler", "Registry"]
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """A registered handler: what it consumes, how it is called, and with what."""
+    """A registered handler.
+
+    Attributes:
+        name: The qualified name of the function.
+        channel: The name of the channel that it consumes.
+        group: The group in which it consumes a topic.
+        call: The function or bound method.
+        is_async: Whether a call must be awaited.
+        params: The parameters of the function.
+        metadata: The arguments of ``@consume``.
+
+    Example:
+        >>> from qkit import QueueService, Settings, consume
+        >>> @consume("orders", concurrency=4)
+        ... async def place(order: dict) -> None: ...
+        >>> service = QueueService(Settings(type="native"))
+        >>> service.register(place)
+        >>> (handler,) = service.handlers
+        >>> handler.name, handler.channel, handler.metadata.concurrency
+        ('place', 'orders', 4)
+    """
 
     name: str
     channel: str
@@ -33,12 +53,32 @@ class Handler:
 
     @property
     def body(self) -> ParamMetadata | None:
-        """The parameter that takes the body, if there is one."""
+        """The parameter that receives the body, or ``None``.
+
+        Example:
+            >>> from qkit import QueueService, Settings, consume
+            >>> @consume("orders")
+            ... async def place(order: dict) -> None: ...
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> service.handlers[0].body.name
+            'order'
+        """
         return next((param for param in self.params if param.kind == "body"), None)
 
     @property
     def body_type(self) -> object:
-        """The type of one message's body; ``object`` where the handler does not ask for it."""
+        """The type of one body, even for a batch; ``object`` if the handler takes no body.
+
+        Example:
+            >>> from qkit import QueueService, Settings, consume
+            >>> @consume("orders", batch_size=10)
+            ... async def place(orders: list[dict]) -> None: ...
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> service.handlers[0].body_type
+            <class 'dict'>
+        """
         if self.body is None:
             return object
         if self.metadata.batch_size is not None:
@@ -47,9 +87,14 @@ class Handler:
 
 
 class Registry:
-    """Channels by name and handlers by (channel, group), merged and checked.
+    """Channels and handlers of a service, merged and checked.
 
-    Without ``queues`` every channel is a topic, whatever it was declared as.
+    Args:
+        queues: Whether the backend has queues. Without queues every channel is a topic.
+
+    Attributes:
+        channels: The channels by name.
+        handlers: The handlers in the order of registration.
     """
 
     def __init__(self, *, queues: bool = True) -> None:
@@ -58,15 +103,15 @@ class Registry:
         self.handlers: list[Handler] = []
 
     def declare(self, declared: Channel[object]) -> Channel[object]:
-        """Add a channel, or merge it with what is known of it."""
+        """Add a channel, or merge it with an earlier declaration; return the result."""
         known = self.channels.get(declared.name)
         self.channels[declared.name] = declared if known is None else known.merge(declared)
         return self.channels[declared.name]
 
     def add(self, target: object) -> list[Handler]:
-        """Register an instance of a decorated class, a function, or a module of them.
+        """Register the handlers of a function, an instance or a module.
 
-        All or nothing: when one handler is refused, none of ``target``'s is kept.
+        If a handler is rejected, no handler is added.
         """
         channels, handlers = dict(self.channels), list(self.handlers)
         try:
@@ -77,18 +122,18 @@ class Registry:
         return added
 
     def handles(self, channel: str) -> bool:
-        """Whether a handler of this registry consumes the channel."""
+        """Return whether a handler of this registry consumes the channel."""
         return any(handler.channel == channel for handler in self.handlers)
 
     def body_type(self, name: str) -> object | None:
-        """The type that sends to a channel are checked against; ``None`` if nothing is known."""
+        """Return the type that bodies sent to a channel are checked against, or ``None``."""
         declared = self.channels.get(name)
         if declared is not None and declared.type is not None:
             return declared.type
-        wanted = [handler.body_type for handler in self.handlers if handler.channel == name]
-        # Handlers of a topic may each read the body in their own way: then no type is *the* type.
-        same = wanted and all(item == wanted[0] for item in wanted)
-        return wanted[0] if same and wanted[0] is not object else None
+        body_types = [handler.body_type for handler in self.handlers if handler.channel == name]
+        # If the handlers of a topic take different types, there is no type to check against.
+        same = body_types and all(item == body_types[0] for item in body_types)
+        return body_types[0] if same and body_types[0] is not object else None
 
     def _add(
         self, call: Callable[..., object], metadata: ConsumeMetadata, queue: Channel[object] | None
@@ -97,8 +142,8 @@ class Registry:
         bound = metadata.channel or queue
         if bound is None:
             raise ConfigError(
-                f"{name} at {metadata.location} consumes no channel: name one in @consume(…), "
-                "or put @channel(…) on its class"
+                f"{name} at {metadata.location} has no channel: name one in @consume(…), or put "
+                "@channel(…) on its class"
             )
         declared = self.declare(bound)
         broadcast = declared.options.get("broadcast", False) or not self._queues
@@ -108,7 +153,7 @@ class Registry:
                 continue
             if other.call == call:
                 raise ConfigError(
-                    f"{name} at {metadata.location} is registered twice; once is enough"
+                    f"{name} at {metadata.location} is registered twice; register it once"
                 )
             what = f"group {group!r} of topic" if broadcast else "queue"
             raise ConfigError(
@@ -133,24 +178,24 @@ _Found = tuple[Callable[..., object], ConsumeMetadata, Channel[object] | None]
 
 
 def _find_handlers(target: object) -> Sequence[_Found]:
-    """Every handler inside ``target``, with the channel of its class."""
+    """Return each handler in ``target`` with its metadata and the channel of its class."""
     if isinstance(target, types.ModuleType):
         found = [item for value in vars(target).values() for item in _module_member(target, value)]
     elif isinstance(target, type):
         raise ConfigError(
-            f"{target.__qualname__} is a class: register an instance, "
-            f"service.register({target.__qualname__}(…)), so that qkit need not guess its arguments"
+            f"{target.__qualname__} is a class; register an instance: "
+            f"service.register({target.__qualname__}(…))"
         )
     elif (own := ConsumeMetadata.of(target)) is not None and callable(target):
         owner: object = getattr(target, "__self__", None)  # of a bound method
-        note = QueueMetadata.of(type(owner))
-        found = [(target, own, note.channel if note else None)]
+        queue = QueueMetadata.of(type(owner))
+        found = [(target, own, queue.channel if queue else None)]
     else:
         found = list(_methods(target))
     if not found:
         raise ConfigError(
-            f"{target!r} has no handlers: mark functions or methods with @consume, then register "
-            "the function, an instance of the class, or their module, one at a time"
+            f"{target!r} has no handlers: decorate functions or methods with @consume, then "
+            "register the function, an instance of the class, or the module, one at a time"
         )
     return found
 
@@ -159,8 +204,8 @@ def _module_member(module: types.ModuleType, value: object) -> Iterable[_Found]:
     if isinstance(value, type):
         if QueueMetadata.of(value) is not None and value.__module__ == module.__name__:
             logger.warning(
-                "%s is a decorated class: registering the module %s takes its functions and "
-                "instances; register an instance of the class as well",
+                "%s is a class and is not registered: registering module %s registers only its "
+                "functions and instances; register an instance of the class as well",
                 value.__qualname__,
                 module.__name__,
             )
@@ -173,7 +218,7 @@ def _module_member(module: types.ModuleType, value: object) -> Iterable[_Found]:
 
 def _methods(instance: object) -> Iterator[_Found]:
     kind = type(instance)
-    note = QueueMetadata.of(kind)
+    queue = QueueMetadata.of(kind)
     names = dict.fromkeys(name for base in reversed(kind.__mro__) for name in vars(base))
     for name in names:
         function = inspect.getattr_static(kind, name)
@@ -181,9 +226,9 @@ def _methods(instance: object) -> Iterator[_Found]:
         metadata = ConsumeMetadata.of(function)
         if metadata is not None:
             bound = cast("Callable[..., object]", getattr(instance, name))
-            yield bound, metadata, note.channel if note else None
+            yield bound, metadata, queue.channel if queue else None
 
 
 def _group_name(qualified: str) -> str:
-    """A handler's qualified name as a group's name can be: without ``<locals>`` and the like."""
+    """Return a qualified name as a valid group name, for instance without ``<locals>``."""
     return check_name(re.sub(r"[^A-Za-z0-9._-]", "", qualified.replace(".<locals>", "")), "group")

@@ -1,4 +1,4 @@
-"""``RetryPolicy``: try again and after which delay, or give up."""
+"""``RetryPolicy``: which failures are retried, and after what delay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ __all__ = ["RetryPolicy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """A channel's answer to a failing handler.
+    """Retry rules of a channel.
+
+    Attributes:
+        max_attempts: The maximum number of attempts, including the first.
+        backoff: The delays between attempts.
+        mode: Where a message waits for its retry: ``"release"`` in the broker, ``"inline"`` in the
+            consumer.
+        retry_on: Exceptions that are retried.
+        dead_on: Exceptions that are final at the first failure.
 
     >>> policy = RetryPolicy(max_attempts=3, backoff=Backoff(initial=1), dead_on=(KeyError,))
     >>> policy.wait(ValueError(), attempt=1), policy.wait(ValueError(), attempt=3)
@@ -29,14 +37,17 @@ class RetryPolicy:
     dead_on: tuple[type[Exception], ...] = ()
 
     def wait(self, error: Exception, *, attempt: int, asked: float | None = None) -> float | None:
-        """Seconds until the next attempt, or ``None`` if this failure is final.
+        """Return the seconds until the next attempt, or ``None`` if the failure is final.
 
-        ``asked`` is the delay that the handler itself wants.
+        Args:
+            error: The error of the handler.
+            attempt: The attempt that failed, counted from 1.
+            asked: A delay that the handler requested; it replaces the backoff.
         """
         if attempt >= self.max_attempts or isinstance(error, self.dead_on):
             return None
         if asked is not None:
             return asked
-        # ``Retry`` is the handler's own word, whatever ``retry_on`` says of accidents.
-        again = isinstance(error, (Retry, *self.retry_on))
-        return self.backoff.after(attempt) if again else None
+        # An explicit ``Retry`` is retried even if ``retry_on`` does not list it.
+        retryable = isinstance(error, (Retry, *self.retry_on))
+        return self.backoff.after(attempt) if retryable else None

@@ -1,6 +1,6 @@
-"""What each channel means here: its declaration, the settings and the backend, put together once.
+"""``Route``: a channel combined with the settings and the backend's capabilities.
 
-Whatever the backend cannot do is refused here, before anything is declared or sent.
+A feature that the backend lacks is rejected here, before anything is declared or sent.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["Route", "RouteTable"]
 
 MAX_PREFETCH = 1_000
 MAX_PRIORITY = 255
-MAX_ROUTES = 20_000  # channels whose names come from data must not fill the memory
+MAX_ROUTES = 20_000  # bounds the memory of a service whose channel names come from data
 
-# Which capability an explicit option of a channel needs, and what to do without it.
+# The capability that each explicit option of a channel needs, and the advice if it is missing.
 _REQUIRED_CAPABILITY = {
     "broadcast": ("topics", "use a queue, or a backend with topics"),
-    "ordered": ("key_order", "drop ordered=True, or use a backend that keeps order per key"),
+    "ordered": ("key_order", "remove ordered=True, or use a backend that keeps order per key"),
     "prefetch": ("prefetch", "leave prefetch out"),
     "max_priority": ("priority", "leave max_priority out, and send to one channel per urgency"),
-    "ack_deadline": ("lease", "leave ack_deadline out: this broker keeps no leases"),
+    "ack_deadline": ("lease", "leave ack_deadline out: this broker has no leases"),
     "ttl": ("ttl", "leave ttl out"),
     "dead_letter": ("dead_letters", "set dead_letter=False"),
 }
@@ -39,7 +39,30 @@ _REQUIRED_CAPABILITY = {
 
 @dataclass(slots=True)
 class Route:
-    """A channel as this service uses it. ``queue`` is its name on the broker."""
+    """A channel with everything that sending to it and consuming from it needs.
+
+    Attributes:
+        name: The name of the channel.
+        queue: Its name on the broker, with the prefix.
+        backend: The name of the backend.
+        broadcast: Whether it is a topic.
+        ordered: Whether messages with the same key are handled in order.
+        ttl: The default TTL in seconds, or ``None``.
+        max_priority: The highest priority that a send may have; ``None`` without priorities.
+        can_delay: Whether the backend supports delays.
+        can_expire: Whether the backend supports TTLs.
+        codec: Encodes and decodes bodies.
+        policy: The retry rules.
+        middleware: Middleware of the service and of the channel, the first outermost.
+        ack_deadline: Length of a lease in seconds; ``None`` without leases.
+        prefetch: The prefetch of the channel's options, or ``None``.
+        dead_letter: The dead-letter queue, or ``None``.
+        spec: The declaration of the queue for the backend.
+        counters: The counters of the channel.
+        declared: Whether the queue has been declared on the broker.
+        last_declaration: The last declaration that was resolved to this route. Resolving the same
+            declaration again is skipped, because it adds nothing.
+    """
 
     name: str
     queue: str
@@ -60,11 +83,21 @@ class Route:
     counters: ChannelCounters
     declared: bool = False
     last_declaration: Channel[object] | None = None
-    """The declaration that last asked for it: it says nothing new when it asks again."""
 
 
 class RouteTable:
-    """Builds a channel's route when it is first needed, and keeps it."""
+    """Routes of a service, each built when its channel is first used.
+
+    Args:
+        settings: The settings of the service.
+        backend: The backend.
+        registry: The declared channels and handlers.
+        counters: The counters of all channels.
+        middleware: Middleware of the service.
+
+    Attributes:
+        queues: The routes that are queues, by channel: the targets of ``send``.
+    """
 
     def __init__(
         self,
@@ -85,30 +118,34 @@ class RouteTable:
         self._backend = backend.name
         self._routes: dict[str, Route] = {}
         self.queues: dict[str, Route] = {}
-        """RouteTable that ``send`` takes, by channel: those built so far."""
 
     def get(self, name: str) -> Route | None:
-        """Return the route of a channel that was used before."""
+        """Return the route of a channel, or ``None`` if it has not been built."""
         return self._routes.get(name)
 
     def known(self) -> list[Route]:
-        """Every route built so far."""
+        """Return all routes built so far."""
         return list(self._routes.values())
 
     def resolve(self, channel: Channel[object]) -> Route:
-        """The route of a channel, built from all that was declared about it."""
+        """Return the route of a channel, built from all its declarations.
+
+        Raises:
+            ConfigError: Declarations contradict each other, or the service uses too many channels.
+            Unsupported: The backend lacks a feature that the channel needs.
+        """
         route = self._routes.get(channel.name)
         if route is None and len(self._routes) >= MAX_ROUTES:
             self._counters.refused += 1
             raise ConfigError(
-                f"this service has used {MAX_ROUTES} channels already, and keeps no more: name "
-                "channels in the program, and put what differs in the body or a header",
+                f"this service already uses {MAX_ROUTES} channels, the maximum: use fixed channel "
+                "names, and put variable data in the body or a header",
                 queue=channel.name,
             )
         if route is None or route.last_declaration is not channel:
             known = self._registry.channels.get(channel.name)
             declared = self._registry.declare(channel)
-            if route is None or declared is not known:  # it said something new
+            if route is None or declared is not known:  # the declaration added something
                 route = self._routes[channel.name] = self._build(declared)
                 self.queues.pop(channel.name, None)
                 if not route.broadcast:
@@ -117,7 +154,7 @@ class RouteTable:
         return route
 
     def codec(self, body_type: object) -> Codec[object]:
-        """A codec under this service's limits."""
+        """Return a codec with the compression and size limit of the settings."""
         return Codec(
             cast("type[object] | None", body_type),
             compression=self._settings.compression,
@@ -125,7 +162,11 @@ class RouteTable:
         )
 
     def prefetch(self, route: Route, handler: Handler) -> int:
-        """How many deliveries a handler's consumer may hold: enough for all its calls at once."""
+        """Return how many deliveries a handler's consumer may hold.
+
+        Raises:
+            ConfigError: The prefetch is too small for all concurrent calls.
+        """
         metadata = handler.metadata
         needed = metadata.concurrency * (metadata.batch_size or 1)
         chosen = route.prefetch or self._settings.prefetch
@@ -141,28 +182,28 @@ class RouteTable:
         return chosen
 
     def check_handler(self, route: Route, handler: Handler) -> None:
-        """Raise for a handler that this backend cannot serve as asked."""
+        """Raise for a handler whose options contradict the channel or need a missing feature."""
         batch = handler.metadata.batch_size is not None
         if batch and not self._can.batch:
-            raise self._unsupported(route.name, "batch_size", "take one message per call")
+            raise self._unsupported(route.name, "batch_size", "handle one message per call")
         if batch and route.ordered:
             raise ConfigError(
-                f"{handler.name}: ordered=True hands out one message of a key at a time, which a "
-                "batch cannot; drop ordered or batch_size",
+                f"{handler.name}: ordered=True handles one message of a key at a time and cannot "
+                "be combined with batch_size; remove one of them",
                 queue=route.name,
             )
         if batch and route.middleware:
             raise ConfigError(
-                f"{handler.name}: middleware wraps a single message and this handler takes "
-                "batches; drop the middleware for it, or batch_size",
+                f"{handler.name}: middleware wraps a single message and cannot be combined with "
+                "batch_size; remove one of them",
                 queue=route.name,
             )
 
     def check_settings(self) -> None:
-        """Raise for a setting of the whole service that this backend cannot keep."""
+        """Raise ``ConfigError`` for a service-wide setting that the backend does not support."""
         if self._settings.replicas > 1 and not self._can.replicas:
             raise ConfigError(
-                f"replicas={self._settings.replicas}: {self._backend} keeps no replicas here; set "
+                f"replicas={self._settings.replicas}: {self._backend} does not replicate; set "
                 "replicas=1, or use a broker that replicates",
                 backend=self._backend,
                 operation="start",
@@ -176,7 +217,7 @@ class RouteTable:
         balance = options.get("balance")
         if balance not in (None, "round_robin") and balance not in self._balances:
             raise self._unsupported(
-                name, f"balance={balance!r}", "leave balance out: its consumers take turns"
+                name, f"balance={balance!r}", "leave balance out for round-robin delivery"
             )
         ordered = options.get("ordered", False)
         own = self._own_dead_letter_spec(name)
@@ -221,14 +262,15 @@ class RouteTable:
         )
 
     def _send_limit(self, channel: Channel[object]) -> int | None:
-        """The highest priority that a send may have, as far as this process can tell.
+        """Return the highest priority that a send may have; ``None`` without priorities.
 
-        On a native directory the owner decides, whose settings may differ.
+        In a native directory the owner's settings apply, which this process may not have. It
+        therefore checks only the absolute maximum, and the owner checks the rest.
         """
         if not self._can.priority:
             return None
-        owners = MAX_PRIORITY if self._settings.path is not None else self._settings.max_priority
-        return channel.options.get("max_priority", owners)
+        default = MAX_PRIORITY if self._settings.path is not None else self._settings.max_priority
+        return channel.options.get("max_priority", default)
 
     def _policy(
         self, channel: Channel[object], retry: RetrySettings, *, inline: bool
@@ -247,14 +289,17 @@ class RouteTable:
         )
 
     def _dead_letter_spec(self, channel: Channel[object]) -> QueueSpec | None:
-        """The queue for a channel's dead letters; a dead-letter queue has none itself."""
+        """Return the dead-letter queue of a channel, or ``None``.
+
+        A dead-letter queue itself has none.
+        """
         wanted = channel.options.get("dead_letter", self._settings.dead_letter.enabled)
         if not wanted or not self._can.dead_letters or self._own_dead_letter_spec(channel.name):
             return None
         return self._dead_letter_queue_spec(self._settings.dead_letter_name(channel.name))
 
     def _own_dead_letter_spec(self, name: str) -> QueueSpec | None:
-        """The declaration of ``name`` if it is itself a dead-letter queue."""
+        """Return the declaration of ``name`` if it is a dead-letter queue, else ``None``."""
         suffix = self._settings.dead_letter_name("")
         return (
             self._dead_letter_queue_spec(name) if name.endswith(suffix) and name != suffix else None
@@ -271,7 +316,7 @@ class RouteTable:
 
     def _unsupported(self, channel: str, option: str, advice: str) -> Unsupported:
         return Unsupported(
-            f"channel {channel!r} asks for {option}, which {self._backend} cannot do; {advice}",
+            f"channel {channel!r} uses {option}, which {self._backend} does not support; {advice}",
             backend=self._backend,
             operation="start",
             queue=channel,

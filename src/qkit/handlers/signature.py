@@ -1,4 +1,4 @@
-"""A handler's signature: what each parameter is filled from, or why it cannot be."""
+"""Handler signatures: the source of each parameter's value."""
 
 from __future__ import annotations
 
@@ -19,9 +19,18 @@ MISSING: Final = inspect.Parameter.empty
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Marks a parameter that a header fills: ``tenant: Annotated[str, Header("tenant")]``.
+    """Marker for a handler parameter that receives a header of the message.
 
-    Without a name it is the parameter's, with ``-`` for ``_``. The annotated type converts it.
+    The value is converted to the annotated type. A parameter with a default is optional.
+
+    Attributes:
+        name: The name of the header. Default: the name of the parameter, with ``-`` for ``_``.
+
+    Example:
+        >>> from typing import Annotated
+        >>> from qkit import Header, consume
+        >>> @consume("orders")
+        ... async def place(order: dict, tenant: Annotated[str, Header("tenant")]) -> None: ...
     """
 
     name: str | None = None
@@ -29,7 +38,25 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class ParamMetadata:
-    """How one parameter of a handler is filled: from the body, the message, or a header."""
+    """A parameter of a handler and the source of its value.
+
+    Attributes:
+        name: The name of the parameter.
+        kind: ``"body"``, ``"message"`` or ``"header"``.
+        type: The annotated type.
+        keyword_only: Whether it must be passed by keyword.
+        header: The name of the header, if the value comes from a header.
+        default: The default; ``inspect.Parameter.empty`` if there is none.
+
+    Example:
+        >>> from qkit import QueueService, Settings, consume
+        >>> @consume("orders")
+        ... async def place(order: dict) -> None: ...
+        >>> service = QueueService(Settings(type="native"))
+        >>> service.register(place)
+        >>> [(param.name, param.kind) for param in service.handlers[0].params]
+        [('order', 'body')]
+    """
 
     name: str
     kind: Literal["body", "message", "header"]
@@ -40,7 +67,7 @@ class ParamMetadata:
 
 
 def _unwrap(call: Callable[..., object]) -> list[Callable[..., object]]:
-    """``call`` and what is behind it: partials, decorators, callable objects, to the function."""
+    """Return ``call`` and everything it wraps (partials, decorators, callable objects)."""
     layers = [call]
     while True:
         last = layers[-1]
@@ -55,31 +82,39 @@ def _unwrap(call: Callable[..., object]) -> list[Callable[..., object]]:
 
 
 def qualified_name(call: Callable[..., object]) -> str:
-    """A handler's qualified name; an address would make another group of it in every process."""
+    """Return a handler's qualified name, the same in every process.
+
+    It becomes the default group, so it must not contain a memory address, as ``repr`` may.
+    """
     names = (getattr(layer, "__qualname__", None) for layer in _unwrap(call))
     return next(name for name in names if isinstance(name, str))
 
 
 def is_async(call: Callable[..., object], name: str) -> bool:
-    """Whether a call must be awaited; ``HandlerError`` for a generator."""
+    """Return whether the handler must be awaited; raise ``HandlerError`` for a generator."""
     layers = _unwrap(call)
     if inspect.isasyncgenfunction(layers[-1]) or inspect.isgeneratorfunction(layers[-1]):
-        raise HandlerError(f"{name} is a generator: a handler returns, it does not yield")
-    # Any of them: an async decorator may wrap a plain function, and a plain one an async.
+        raise HandlerError(f"{name} is a generator; a handler must not yield")
+    # Check every layer, because a decorator may be async and the function it wraps not, or vice
+    # versa.
     return any(inspect.iscoroutinefunction(layer) for layer in layers)
 
 
 def resolve_parameters(
     call: Callable[..., object], name: str, *, batch: bool
 ) -> tuple[ParamMetadata, ...]:
-    """How each parameter is filled, or ``HandlerError`` saying which cannot be, and why."""
+    """Return the handler's parameters, each with the source of its value.
+
+    Raises:
+        HandlerError: A parameter has no source, or its annotation cannot be evaluated.
+    """
     try:
         signature = inspect.signature(call)
         hints = typing.get_type_hints(_unwrap(call)[-1], include_extras=True)
     except Exception as error:  # evaluating an annotation can raise anything
         raise HandlerError(
-            f"{name}: its annotations cannot be read: {error}; the types they name must be known "
-            "in its module at run time: import them there, and define none inside a function"
+            f"{name}: cannot evaluate its annotations: {error}; import the types in its module at "
+            "run time (not only under TYPE_CHECKING), and do not define them inside a function"
         ) from error
     params: list[ParamMetadata] = []
     for parameter in signature.parameters.values():
@@ -87,7 +122,7 @@ def resolve_parameters(
     bodies = [param.name for param in params if param.kind == "body"]
     if len(bodies) > 1:
         raise HandlerError(
-            f"{name}: parameters {bodies[0]!r} and {bodies[1]!r} would both take the body; "
+            f"{name}: parameters {bodies[0]!r} and {bodies[1]!r} would both receive the body; "
             f"annotate {bodies[1]!r} as Annotated[…, Header()] if it is a header, or as Message"
         )
     return tuple(params)
@@ -96,8 +131,8 @@ def resolve_parameters(
 def _param(parameter: inspect.Parameter, hint: object, name: str, *, batch: bool) -> ParamMetadata:
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
         raise HandlerError(
-            f"{name}: parameter {parameter} takes any number of arguments; a handler has one "
-            "parameter for the body, and others annotated as Message or Annotated[…, Header()]"
+            f"{name}: parameter {parameter} is variadic; a handler has one parameter for the body "
+            "and others annotated as Message or Annotated[…, Header()]"
         )
     keyword_only = parameter.kind is parameter.KEYWORD_ONLY
     if hint == (list[Message] if batch else Message):
@@ -109,7 +144,7 @@ def _param(parameter: inspect.Parameter, hint: object, name: str, *, batch: bool
         )
     if hint is Message:
         raise HandlerError(
-            f"{name}: parameter {parameter.name!r} is one Message, but the handler takes batches; "
+            f"{name}: parameter {parameter.name!r} is a Message, but the handler takes batches; "
             "annotate it as list[Message]"
         )
     if get_origin(hint) is Annotated:
@@ -118,8 +153,8 @@ def _param(parameter: inspect.Parameter, hint: object, name: str, *, batch: bool
             if mark is Header or isinstance(mark, Header):
                 if batch:
                     raise HandlerError(
-                        f"{name}: parameter {parameter.name!r} is a header, but a batch has the "
-                        "headers of many messages; take list[Message] and read them there"
+                        f"{name}: parameter {parameter.name!r} is a header, but the handler takes "
+                        "batches; take list[Message] and read the headers of each message"
                     )
                 given = mark.name if isinstance(mark, Header) else None
                 header = given or parameter.name.replace("_", "-")
@@ -130,8 +165,8 @@ def _param(parameter: inspect.Parameter, hint: object, name: str, *, batch: bool
                 )
     if parameter.default is not MISSING:
         raise HandlerError(
-            f"{name}: parameter {parameter.name!r} has a default, so it is not the body; annotate "
-            "it as Annotated[…, Header()] if a header fills it, or drop it"
+            f"{name}: parameter {parameter.name!r} has a default, so it cannot be the body; "
+            "annotate it as Annotated[…, Header()] if it is a header, or remove it"
         )
     if batch and get_origin(hint) is not list:
         raise HandlerError(

@@ -1,4 +1,4 @@
-"""qkit's own queue engine, usable by itself and behind ``Settings(type="native")``."""
+"""The native engine, usable on its own or through ``Settings(type="native")``."""
 
 from qkit.native.delivery import Delivery
 from qkit.native.engine import Engine

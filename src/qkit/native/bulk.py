@@ -1,14 +1,14 @@
-"""Bulk files: another process writes messages beside the log, the engine takes them in at once.
+"""Bulk files: messages that another process writes beside the log and that the engine imports.
 
     inbox/.JOB/PART.seg     being written, by any number of tasks
     inbox/JOB/PART.seg      published, by one rename of the directory
 
-A part is a sealed segment: declarations of the queues it names, then messages. The engine takes
-each job in exactly once, all of it or nothing; a job of the same name is never taken again.
+A part is a sealed segment that declares each queue before its first message. The engine imports
+each job exactly once, atomically. It never imports a second job with the same name.
 
-Jobs are imported in the order of their commits, which is the order of the modification times of
-their directories: ``commit`` sets them. The batches of one Spark query are imported by their
-numbers, whatever the times say: an older version noted no time at the commit.
+Jobs are imported in commit order. That is the order of the modification times of their
+directories, which ``commit`` sets. The batches of one Spark query are imported in the order of
+their numbers, regardless of their times, because an older version did not set the time.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ __all__ = [
 ]
 
 _JOB: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-_ID: Final = "ID"  # the file of a directory's identity
+_ID: Final = "ID"  # name of the file with a directory's identity
 _BATCH: Final = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-[0-9]+")
 _NUMBER: Final = re.compile(r"([0-9]+)")
 _LOG_ID: Final = b"qkit-bulk-file\0\0"
 
 
 class BulkMessage(NamedTuple):
-    """A message of a bulk file and the name of its queue, or the declaration of a queue."""
+    """Message of a bulk file, or declaration of a queue."""
 
-    queue: str
-    content: bytes  # its record, with numbers of the file's own
-    message: Publish | None  # None: a declaration
-    config: Mapping[str, object]  # of the queue, if it does not exist yet
+    queue: str  # name of the queue
+    content: bytes  # the record; its numbers are valid only in this file
+    message: Publish | None  # ``None`` for a declaration
+    config: Mapping[str, object]  # used if the queue does not exist
 
 
 class BulkWriter:
-    """One part of a job. Its memory is flat in the number of messages.
+    """Writer of one part of a job. Memory use does not grow with the number of messages.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -101,12 +101,17 @@ class BulkWriter:
         self._offset = HEADER_SIZE
         self._written = 0
         self._queues: dict[str, int] = {}
-        self.count = 0
+        self.count: int = 0
 
     def declare(self, queue: str, config: Mapping[str, object] | None = None) -> int:
-        """Say how a queue is to be made if it does not exist; fields are ``QueueConfig``'s.
+        """Declare a queue before its first message. Otherwise ``put`` declares it.
 
-        Before its first message, or not at all; the answer is its number in this part.
+        Args:
+            queue: Name of the queue.
+            config: Fields of ``QueueConfig``, used if the queue does not exist. Default: none.
+
+        Returns:
+            The number of the queue in this part.
         """
         check_name(queue)
         number = self._queues[queue] = len(self._queues) + 1
@@ -126,7 +131,7 @@ class BulkWriter:
         at: float = 0.0,
         message_id: str | None = None,
     ) -> None:
-        """Add a message; times are wall times."""
+        """Add a message. Times are wall times in seconds; 0 means none."""
         number = self._queues.get(queue) or self.declare(queue)
         self._add(
             encode_publish(
@@ -157,9 +162,10 @@ class BulkWriter:
             data = data[os.write(self._fd, data) :]
 
     def close(self) -> None:
-        """Complete the part: it is on the disk when this returns. Again: nothing happens.
+        """Complete the part and sync it to disk. Idempotent.
 
-        Of several attempts at one part the last to finish counts.
+        If several attempts of a task write the same part, the last one to finish replaces the
+        others.
         """
         if self._fd < 0:
             return
@@ -172,7 +178,7 @@ class BulkWriter:
         sync_path(self._path.parent)
 
     def abort(self) -> None:
-        """Leave nothing of this part behind. Again, or after ``close``: nothing happens."""
+        """Delete the part. Does nothing after ``close`` or another ``abort``."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -189,7 +195,7 @@ class BulkWriter:
 
 
 def completed_parts(path: str | os.PathLike[str], job: str) -> set[int]:
-    """The numbers of the parts that are complete, of a job that is not published yet."""
+    """Return the numbers of the complete parts of a job that is not published yet."""
     return {int(part.stem) for part in _staged(path, job).glob("*.seg")}
 
 
@@ -200,13 +206,20 @@ def commit(
     parts: Collection[int] | None = None,
     name: str | None = None,
 ) -> bool:
-    """Publish a job by one rename; whether there was anything to publish.
+    """Publish a job by one rename. Committing a published or imported job is not an error.
 
-    Of its parts only ``parts``, where a task that was tried twice may have left another; under
-    ``name``, where each run of a job writes in a place of its own and only one run shall count.
-    Again, also after the engine took it in, it is no error.
+    Args:
+        path: Directory of the native engine.
+        job: Name under which the parts were written.
+        parts: Numbers of the parts to publish; other parts, left by repeated tasks, are deleted.
+            Default: all.
+        name: Name under which the job is published. If several runs with different ``job`` names
+            use the same ``name``, only one of them is published. Default: ``job``.
+
+    Returns:
+        Whether this call published the job.
     """
-    _staged(path, name or job)  # refuses a name that is none
+    _staged(path, name or job)  # rejects an invalid name
     if not _staged(path, job).exists():
         return False
     with committing(path):
@@ -215,7 +228,7 @@ def commit(
 
 @contextmanager
 def committing(path: str | os.PathLike[str]) -> Generator[None]:
-    """Hold the lock of the inbox: commits follow one another while this lasts."""
+    """Hold the inbox lock, so that no other process commits at the same time."""
     fd = os.open(Path(path) / "inbox", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -231,19 +244,20 @@ def publish(
     parts: Collection[int] | None = None,
     name: str | None = None,
 ) -> bool:
-    """Do what ``commit`` does, for a caller that is ``committing``."""
+    """Publish a job as ``commit`` does. Call this inside ``committing``."""
     staged, published = _staged(path, job), _staged(path, name or job).with_name(name or job)
     if not staged.exists():
         return False
-    for left in staged.glob("*.tmp"):  # of attempts that were given up
-        left.unlink()
+    for temporary in staged.glob("*.tmp"):  # left by aborted attempts
+        temporary.unlink()
     for part in staged.glob("*.seg"):
         if parts is not None and int(part.stem) not in parts:
             part.unlink()
     if published.exists():
         shutil.rmtree(staged)
         return False
-    # Later than every job that waits, also when the clock went back.
+    # Jobs are ordered by this time, so it must be later than the time of every published job, even
+    # if the clock was set back.
     at = max(time_ns(), 1 + max(_committed(staged.parent).values(), default=0))
     os.utime(staged, ns=(at, at))
     sync_path(staged)
@@ -253,7 +267,7 @@ def publish(
 
 
 def abort(path: str | os.PathLike[str], job: str) -> None:
-    """Leave nothing of a job behind that was not published."""
+    """Delete all parts of a job that is not published."""
     shutil.rmtree(_staged(path, job), ignore_errors=True)
 
 
@@ -262,14 +276,14 @@ def _staged(path: str | os.PathLike[str], job: str) -> Path:
 
 
 def check_job(job: str) -> str:
-    """Return the name of a job, or raise ``ConfigError`` if a file cannot have it."""
+    """Return the job name; raise ``ConfigError`` if it is not valid as a file name."""
     if not _JOB.fullmatch(job):
-        raise ConfigError(f"a job is named by 1–200 characters of A-Za-z0-9._-, not {job!r}")
+        raise ConfigError(f"a job name must be 1–200 characters of A-Za-z0-9._-, got {job!r}")
     return job
 
 
 def _own_directory(path: Path) -> None:
-    """Make a directory that is its owner's alone; no link may stand in its place."""
+    """Create a directory that only its owner can access; reject a symbolic link."""
     if path.parent.name != "inbox":
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -279,7 +293,7 @@ def _own_directory(path: Path) -> None:
         fd = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise StorageError(
-            f"{path} is no directory, or a link: remove it",
+            f"{path} is a symbolic link or not a directory: remove it",
             backend="native",
             operation="inbox",
             cause=error,
@@ -294,9 +308,10 @@ def _own_directory(path: Path) -> None:
 
 
 def identity(path: str | os.PathLike[str]) -> str:
-    """Return the random text that tells this directory from others of its name; make it if needed.
+    """Return the random identity of a directory; create it, and the directory, if missing.
 
-    The directory is made as well. Other processes compare it with ``check_identity``.
+    A directory with the same path on another machine has another identity. Other processes compare
+    the identity with ``check_identity``.
     """
     directory = Path(path)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -315,7 +330,7 @@ def identity(path: str | os.PathLike[str]) -> str:
 
 
 def check_identity(path: str | os.PathLike[str], known: str) -> None:
-    """Raise ``StorageError`` unless this is the directory whose ``identity`` is ``known``."""
+    """Raise ``StorageError`` unless the ``identity`` of the directory is ``known``."""
     if _identity(Path(path)) != known:
         raise not_shared(path)
 
@@ -333,12 +348,12 @@ def _identity(directory: Path) -> str | None:
 
 
 def published_jobs(path: Path) -> list[str]:
-    """The jobs that were published and not removed yet, in the order of their commits."""
+    """Return the names of the published jobs that are still in the inbox, in commit order."""
     inbox = path / "inbox"
     if inbox.is_symlink() or not inbox.is_dir():
         return []
     committed = _committed(inbox)
-    latest: dict[str, int] = {}  # of each query, so far: no batch is before an earlier one
+    latest: dict[str, int] = {}  # latest commit time by query, to keep batches in order
     order: dict[str, tuple[int, list[str | int]]] = {}
     for name in sorted(committed, key=_by_number):
         batch = _BATCH.fullmatch(name)
@@ -349,40 +364,40 @@ def published_jobs(path: Path) -> list[str]:
 
 
 def _committed(inbox: Path) -> dict[str, int]:
-    """The published jobs, each with the time of its commit in nanoseconds."""
+    """Return the commit time of each published job, in nanoseconds since 1970."""
     found: dict[str, int] = {}
     for entry in inbox.iterdir():
         if _JOB.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-            with suppress(FileNotFoundError):  # the engine has just removed it
+            with suppress(FileNotFoundError):  # the engine has just removed the job
                 found[entry.name] = entry.stat().st_mtime_ns
     return found
 
 
 def _by_number(name: str) -> list[str | int]:
-    """A key that sorts numbers in a name by their value: text and numbers alternate."""
+    """Return a sort key that compares the numbers in a name by value."""
     return [int(part) if at % 2 else part for at, part in enumerate(_NUMBER.split(name))]
 
 
 def _parts(path: str | os.PathLike[str], job: str) -> list[Path]:
-    """The parts of a published job by their numbers."""
+    """Return the parts of a published job, in the order of their numbers."""
     files = (Path(path) / "inbox" / job).glob("*.seg")
     return sorted(files, key=lambda file: _by_number(file.name))
 
 
 def read_bulk(path: str | os.PathLike[str], job: str) -> Iterator[BulkMessage]:
-    """The declarations and messages of a job. Raises ``LogDamaged`` if a part is not whole."""
+    """Yield the declarations and messages of a job. Raises ``LogDamaged`` for a damaged part."""
     for part in _parts(path, job):
         yield from _read_part(part)
 
 
 def check_bulk(path: Path, job: str) -> None:
-    """Raise what reading a job would raise, before anything of it is taken in."""
+    """Check the parts of a job before anything is imported; raise ``LogDamaged`` for damage."""
     for part in _parts(path, job):
-        _whole(part)
+        _intact(part)
 
 
 def queues_of(path: Path, job: str) -> set[str] | None:
-    """The queues that a published job names, also one that is not whole; ``None``: unknown."""
+    """Return the queues that a published job declares; ``None`` if a header is damaged."""
     names: set[str] = set()
     for part in _parts(path, job):
         data, found = _scanned(part)
@@ -395,11 +410,11 @@ def queues_of(path: Path, job: str) -> set[str] | None:
     return names
 
 
-def _whole(part: Path) -> tuple[bytes, Scan]:
+def _intact(part: Path) -> tuple[bytes, Scan]:
     data, found = _scanned(part)
     if found is None or found.holes or found.torn or not found.sealed:
         raise LogDamaged(
-            f"the bulk file {part.parent.name}/{part.name} is not whole: write it again",
+            f"the bulk file {part.parent.name}/{part.name} is damaged: write it again",
             backend="native",
             operation="inbox",
         )
@@ -425,7 +440,7 @@ def _content(data: bytes, offset: int) -> bytes:
 
 
 def _read_part(part: Path) -> Iterator[BulkMessage]:
-    data, found = _whole(part)
+    data, found = _intact(part)
     queues: dict[int, Declare] = {}
     for offset in found.offsets:
         content = _content(data, offset)
@@ -439,5 +454,5 @@ def _read_part(part: Path) -> Iterator[BulkMessage]:
 
 
 def remove_job(path: Path, job: str) -> None:
-    """Remove a published job."""
+    """Delete the files of a published job."""
     shutil.rmtree(path / "inbox" / job, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Wait until the owner of a directory has imported the bulk files that were committed before."""
+"""Waiting for the owner of a directory to import committed bulk files."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from qkit.native.config import QueueConfig
 __all__ = ["wait_for_import"]
 
 POLL_SECONDS: Final = 0.05
-CHECK_AFTER_SECONDS: Final = 2.0  # without progress: look whether a bulk file can be imported
-GIVE_UP_AFTER_SECONDS: Final = 60.0  # without progress
+CHECK_AFTER_SECONDS: Final = 2.0  # time without progress until the files are checked
+GIVE_UP_AFTER_SECONDS: Final = 60.0  # time without progress until the wait fails
 
 
 async def wait_for_import(path: Path, queues: Collection[str] | None = None) -> list[QueueError]:
-    """Wait until the bulk files that are committed now are in the log.
+    """Wait until all bulk files that are committed now are in the log.
 
     Args:
-        path: The native directory. A process must own it.
-        queues: The queues that the caller needs. Files of other queues are not waited for if the
-            import makes no progress. Default: every file that can be imported is waited for.
+        path: Directory of the native engine. A process must own it.
+        queues: Queues that the caller needs. If the import makes no progress, files of other
+            queues are ignored. Default: wait for every file that can be imported.
 
     Returns:
         The errors of the files that were ignored because they cannot be imported.
 
     Raises:
-        BackendUnavailable: The files are not imported.
-        LogDamaged: A file that may hold messages of ``queues`` is damaged.
-        ConfigError: A file of ``queues`` declares what no queue can be; also ``InvalidName``.
+        BackendUnavailable: The import made no progress for ``GIVE_UP_AFTER_SECONDS``.
+        LogDamaged: A file that may contain messages of ``queues`` is damaged.
+        ConfigError: A file of ``queues`` declares an invalid configuration.
+        InvalidName: A file of ``queues`` declares a queue with an invalid name.
     """
     faults: list[QueueError] = []
     waiting, state, since, checked = set(published_jobs(path)), None, time.monotonic(), False
@@ -57,8 +58,8 @@ async def wait_for_import(path: Path, queues: Collection[str] | None = None) -> 
             checked = True
         elif now - since >= GIVE_UP_AFTER_SECONDS:
             raise BackendUnavailable(
-                f"{len(waiting)} bulk files in {path / 'inbox'} were not imported within "
-                f"{GIVE_UP_AFTER_SECONDS:g} s: look into the log of the process that owns the "
+                f"{len(waiting)} bulk files in {path / 'inbox'} were not imported: no progress for "
+                f"{GIVE_UP_AFTER_SECONDS:g} s; check the log messages of the process that owns the "
                 "directory",
                 backend="native",
                 operation="read",
@@ -68,7 +69,7 @@ async def wait_for_import(path: Path, queues: Collection[str] | None = None) -> 
 
 
 def _log_bytes(path: Path) -> int:
-    """How much was written; it grows while a bulk file is imported."""
+    """Return the size of the log in bytes, which grows while a bulk file is imported."""
     total = 0
     for file in (path / "log").glob("*.seg"):
         try:
@@ -81,13 +82,13 @@ def _log_bytes(path: Path) -> int:
 def _ignored(
     path: Path, jobs: Collection[str], queues: Collection[str] | None
 ) -> dict[str, QueueError | None]:
-    """The jobs that need not be waited for, each with its error if it cannot be imported."""
+    """Return the jobs to ignore, each with its error if it cannot be imported."""
     found: dict[str, QueueError | None] = {}
     for job in jobs:
         try:
             fault = _fault(path, job)
             named = queues_of(path, job)
-        except StorageError:  # the owner has just imported and removed it
+        except StorageError:  # the owner has just imported and removed the file
             continue
         needed = queues is not None and (named is None or not named.isdisjoint(queues))
         if fault is not None and needed:
@@ -98,7 +99,7 @@ def _ignored(
 
 
 def _fault(path: Path, job: str) -> QueueError | None:
-    """Why no owner can import a job, as far as the job alone tells."""
+    """Return the error in a job's files that prevents the import; ``None`` if there is none."""
     try:
         for item in read_bulk(path, job):
             if item.message is None:

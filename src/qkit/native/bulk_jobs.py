@@ -1,8 +1,8 @@
-"""Bulk files of a job that a user named: one per queue, however often the job is run.
+"""Bulk files of jobs with a user-defined id: each job is published to a queue at most once.
 
-The name of such a bulk file holds the job's id and a digest of its queue. An older version named
-the file after the job alone, so that a job counted once per directory; what it published still
-counts for the queue that it was for.
+The name of such a bulk file contains the job id and a digest of the queue and the job id. An older
+version named the file after the job alone, so that a job could be published only once per
+directory. A file of that version still counts as published to its queue.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from qkit.native.log.reader import Imported, imported
 
 __all__ = ["commit_once", "job_name"]
 
-logger = logging.getLogger("qkit.native")
+logger: logging.Logger = logging.getLogger("qkit.native")
 
-_LONGEST: Final = 200 - 17  # characters of a job's id in a name: a dash and the digest follow
+_MAX_ID_CHARACTERS: Final = 200 - 17  # of the job id in a file name; a dash and the digest follow
 
 
 def job_name(job_id: str, queue: str) -> str:
-    """Return the name of the bulk file that a job publishes to a queue.
+    """Return the name of a job's bulk file for a queue.
 
     >>> job_name("load-1", "orders")
     'load-1-68fa178592e4669d'
 
     Raises:
-        ConfigError: The id cannot be part of a file's name.
+        ConfigError: The id contains characters that a file name must not have.
     """
     bulk.check_job(job_id)
     digest = blake2b(f"{queue}\0{job_id}".encode(), digest_size=8).hexdigest()
-    return f"{job_id[:_LONGEST]}-{digest}"
+    return f"{job_id[:_MAX_ID_CHARACTERS]}-{digest}"
 
 
 def commit_once(
@@ -48,18 +48,20 @@ def commit_once(
     letters: str,
     parts: Collection[int] | None = None,
 ) -> bool:
-    """Publish what was staged, unless this job was published to this queue before.
+    """Publish the staged parts, unless the job was already published to this queue.
+
+    Reads the whole log, so it can be slow.
 
     Args:
-        path: The native directory.
-        staged: The name under which the parts were written; they are removed if they do not count.
-        job_id: The job, as its user names it.
-        queue: The queue that it publishes to.
-        letters: The dead-letter queue of that queue, to which invalid rows go.
-        parts: The parts that count; default: all.
+        path: Directory of the native engine.
+        staged: Name under which the parts were written. They are removed if they are not published.
+        job_id: User-defined id of the job.
+        queue: Queue to publish to.
+        letters: Dead-letter queue of ``queue``, which receives invalid rows.
+        parts: Numbers of the parts to publish. Default: all.
 
     Returns:
-        Whether the parts count. The log is read for the answer, so it takes time.
+        Whether the parts were published.
     """
     directory, name = Path(path), job_name(job_id, queue)
     with bulk.committing(directory):
@@ -70,20 +72,21 @@ def commit_once(
 
 
 def _is_published(path: Path, name: str, job_id: str, queues: set[str]) -> bool:
-    """Whether the job waits in the inbox or is in the log; no other commit is under way.
+    """Return whether the job is in the inbox or in the log. Call this inside ``committing``.
 
-    The inbox comes first: the engine removes a file after the log has it.
+    The inbox is checked first, because the engine removes a file only after writing its messages
+    to the log.
     """
     waiting = bulk.published_jobs(path)
     if name in waiting:
         return True
-    if job_id in waiting:  # of an older version
+    if job_id in waiting:  # written by an older version
         try:
             named = bulk.queues_of(path, job_id)
         except StorageError:
             if job_id in bulk.published_jobs(path):
                 raise
-            named = set[str]()  # the engine has just imported and removed it
+            named = set[str]()  # the engine has just imported and removed the file
         if named is None or named & queues:
             return True
     found = imported(path, {name, job_id})
@@ -98,8 +101,9 @@ def _was_for(old: Imported, job_id: str, queues: set[str]) -> bool:
         return False
     if not old.queues:
         logger.warning(
-            "job %s was published by an older version of qkit, and the log no longer tells to "
-            "which queue: nothing is published again. Use another job_id if it was another queue",
+            "job %s was published by an older version of qkit, and the log no longer contains "
+            "its queue, so it is not published again: to publish it to a different queue, use "
+            "another job_id",
             job_id,
         )
         return True

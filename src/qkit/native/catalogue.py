@@ -1,4 +1,4 @@
-"""The queues and topics of an engine by their names: declared, found, changed, deleted."""
+"""``Catalogue``: the queues and topics of an engine, by name."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ __all__ = ["ALL_FIELDS", "DEAD_LETTER_SUFFIX", "Catalogue"]
 
 DEAD_LETTER_SUFFIX: Final = "_dlq"
 ALL_FIELDS: Final = frozenset(item.name for item in fields(QueueConfig))
-# Fields that follow the settings of the process that owns the directory unless a declaration sets
-# them. They are left out of the log until then.
+# Fields that follow the settings of the process that owns the directory, unless a declaration sets
+# them. They are written to the log only once a declaration has set them.
 OWNER_FIELDS: Final = frozenset({"max_depth", "max_priority", "ack_deadline"})
 _FIXED_FIELDS: Final = frozenset({"broadcast", "max_deliveries"})  # always in the log
 MAX_QUEUES: Final = 50_000
-_USUAL: Final = QueueConfig()
+_DEFAULT_CONFIG: Final = QueueConfig()
 
 
 class Catalogue:
-    """Every queue and topic that exists, and which of its fields were set.
+    """Queues and topics of an engine, and which of their fields were set.
 
-    ``own_loop`` returns the engine's loop, or raises where nothing may be declared. ``defaults``
-    is the configuration of a queue for which nothing was set.
+    Args:
+        hooks: Interface of the engine that its queues use.
+        own_loop: Returns the engine's loop. Raises ``LifecycleError`` if the engine is not open or
+            if another loop is running.
+        defaults: Values of the fields that no declaration has set.
     """
 
     def __init__(
@@ -41,25 +44,26 @@ class Catalogue:
         defaults: QueueConfig,
     ) -> None:
         self.channels: dict[str, Queue | Topic] = {}
-        self.refused = 0  # because there were too many
+        self.rejected: int = 0  # number of declarations beyond MAX_QUEUES
         self._hooks = hooks
         self._own_loop = own_loop
         self._defaults = defaults
         self._journal: Journal | None = None
-        self._set: dict[str, frozenset[str]] = {}  # the fields that were set, by queue
+        self._set: dict[str, frozenset[str]] = {}  # names of the fields that were set, by queue
         self._sets: dict[frozenset[str], frozenset[str]] = {}
-        # What was declared since the engine was opened, and how it was created if it was.
+        # Queues declared since the engine was opened; with their configuration if ``create``
+        # declared them.
         self._declared: dict[str, QueueConfig | None] = {}
 
-    # Finding
+    # Lookup
 
     def find(self, name: str, operation: str) -> Queue | Topic:
-        """The queue or topic of that name, or ``QueueNotFound``."""
+        """Return a queue or topic by name; raise ``QueueNotFound`` if there is none."""
         channel = self.channels.get(name)
         if channel is None:
-            self._own_loop()  # a closed engine says so
+            self._own_loop()  # raises if the engine is closed
             raise QueueNotFound(
-                f"no queue {name!r}: create it first; a service does that by itself",
+                f"no queue {name!r}: create it first (a service creates its queues itself)",
                 backend="native",
                 operation=operation,
                 queue=name,
@@ -67,13 +71,13 @@ class Catalogue:
         return channel
 
     def queue(self, name: str, operation: str, group: str | None = None) -> Queue:
-        """The queue of that name, or a group's share of the topic of that name."""
+        """Return a queue by name; for a topic, the queue of one of its groups."""
         channel = self.find(name, operation)
         if isinstance(channel, Queue):
             return channel
         if group is None:
             raise Unsupported(
-                f"{name!r} is a topic: name the group that consumes",
+                f"{name!r} is a topic: pass the group that consumes it",
                 backend="native",
                 operation=operation,
                 queue=name,
@@ -81,24 +85,25 @@ class Catalogue:
         return channel.group(group)
 
     def actors(self, name: str, operation: str) -> list[Queue]:
-        """A queue, or a topic's groups."""
+        """Return a list with one queue or, for a topic, the queues of its groups."""
         return _actors(self.find(name, operation))
 
     def all_actors(self) -> list[Queue]:
-        """Every queue, and every group of every topic."""
+        """Return all queues, including the queues of topic groups."""
         return [actor for channel in self.channels.values() for actor in _actors(channel)]
 
     def numbers(self) -> set[int]:
-        """The numbers in the log of all queues, topics and groups that exist."""
+        """Return the log numbers of all queues, topics and groups."""
         topics = {item.number for item in self.channels.values() if isinstance(item, Topic)}
         return topics | {actor.number for actor in self.all_actors()}
 
-    # Declaring
+    # Declarations
 
     def create(self, name: str, config: QueueConfig) -> None:
-        """Make sure that a queue exists; one that exists must have been made like this.
+        """Ensure that a queue exists with exactly this configuration.
 
-        Raises ``ConfigError`` if it was created or declared otherwise since the engine was opened.
+        Raises:
+            ConfigError: The queue was created or declared differently since the engine was opened.
         """
         if name in self.channels and name in self._declared:
             created = self._declared[name]
@@ -107,8 +112,8 @@ class Catalogue:
                 old, new = getattr(before, field), getattr(config, field)
                 if new != old:
                     raise ConfigError(
-                        f"{name!r} was declared with {field}={old!r} and now with {new!r}: declare "
-                        "it alike everywhere, or delete it first",
+                        f"{name!r} was declared with {field}={old!r} and now with {new!r}: use the "
+                        "same value everywhere, or delete the queue first",
                         backend="native",
                         operation="create",
                         queue=name,
@@ -125,11 +130,19 @@ class Catalogue:
         *,
         defaults: Mapping[str, object] | None = None,
     ) -> None:
-        """Make sure that a queue exists, and set ``fields`` of it: the last declaration wins.
+        """Ensure that a queue exists, and set fields of its configuration. The last call wins.
 
-        ``defaults`` are set where no declaration has set anything. The name is taken as it is: a
-        prefix or suffix may have made it longer than a channel's name can be. Raises
-        ``ConfigError`` if the queue exists as the other kind.
+        The name is not checked, because a prefix or suffix may make it longer than a channel name
+        may be.
+
+        Args:
+            name: Name of the queue or topic.
+            fields: Fields of ``QueueConfig`` to set.
+            defaults: Fields to set unless a declaration has set them. Default: none.
+
+        Raises:
+            ConfigError: The name is a topic and is declared as a queue or the reverse, or a field
+                is invalid.
         """
         self._ensure(name, fields, defaults or {})
         self._declared.setdefault(name, None)
@@ -147,7 +160,7 @@ class Catalogue:
         config = replace(self._defaults if channel is None else channel.config, **changes)
         self._check_dead_letter(name, config)
         if channel is None:
-            self._check_room(name, config)
+            self._check_count(name, config)
             set_fields = self._shared(changes)
             number = self._write(name, None, self._stored(config, set_fields))
             self.channels[name] = self._new(name, config, number)
@@ -156,8 +169,8 @@ class Catalogue:
         if config.broadcast is not channel.config.broadcast:
             kinds = ("a topic", "a queue") if channel.config.broadcast else ("a queue", "a topic")
             raise ConfigError(
-                f"{name!r} was declared as {kinds[0]} and now as {kinds[1]}: declare it alike "
-                "everywhere, or delete it first",
+                f"{name!r} was declared as {kinds[0]} and now as {kinds[1]}: declare it the same "
+                "way everywhere, or delete it first",
                 backend="native",
                 operation="declare",
                 queue=name,
@@ -168,19 +181,19 @@ class Catalogue:
         letters = config.dead_letter
         if letters is not None and isinstance(self.channels.get(letters), Topic):
             raise ConfigError(
-                f"{letters!r} is a topic and cannot keep the dead letters of {name!r}",
+                f"{letters!r} is a topic and cannot be the dead-letter queue of {name!r}",
                 backend="native",
                 operation="declare",
                 queue=name,
             )
 
-    def _check_room(self, name: str, config: QueueConfig) -> None:
-        # Dead-letter queues are not limited: there is at most one for each other queue.
+    def _check_count(self, name: str, config: QueueConfig) -> None:
+        # A dead-letter queue may exceed the limit, because each other queue has at most one.
         if len(self.channels) >= MAX_QUEUES and not config.drop_oldest:
-            self.refused += 1
+            self.rejected += 1
             raise ConfigError(
-                f"the engine has {MAX_QUEUES} queues and takes no more: delete some, and name "
-                "queues in the program, not in its data",
+                f"the engine has {MAX_QUEUES} queues, which is the limit: delete some, and do not "
+                "derive queue names from data",
                 backend="native",
                 operation="declare",
                 queue=name,
@@ -198,33 +211,33 @@ class Catalogue:
             channel.reconfigure(config)
 
     def _shared(self, names: Collection[str]) -> frozenset[str]:
-        """One set for all queues with the same fields: there may be many queues."""
+        """Return a set that all queues with the same fields share, to save memory."""
         found = frozenset(names)
         return self._sets.setdefault(found, found)
 
     @staticmethod
     def _stored(config: QueueConfig, set_fields: frozenset[str]) -> dict[str, object]:
-        """What the log says of a queue: everything but defaults that may change."""
+        """Return the fields to write to the log, without those that follow changeable defaults."""
         if set_fields >= ALL_FIELDS:
             return asdict(config)
         left_out = OWNER_FIELDS - set_fields
-        usual = asdict(_USUAL)
+        default = asdict(_DEFAULT_CONFIG)
         return {
             field: value
             for field, value in asdict(config).items()
             if field not in left_out
-            and (field in set_fields or field in _FIXED_FIELDS or value != usual[field])
+            and (field in set_fields or field in _FIXED_FIELDS or value != default[field])
         }
 
     def of_bulk_file(self, name: str, config: Mapping[str, object]) -> Queue | Topic:
-        """What a bulk file is for, made as it says unless it exists."""
+        """Return a queue or topic of a bulk file; create it with ``config`` if it is missing."""
         check_name(name)
         if name not in self.channels:
             self._ensure(name, config, {"dead_letter": name + DEAD_LETTER_SUFFIX})
         return self.channels[name]
 
     def dead_letter_queue_of(self, actor: Queue) -> Queue:
-        """The queue of an actor's dead letters, made by need."""
+        """Return the dead-letter queue of a queue; create it if it is missing."""
         name = actor.config.dead_letter
         assert name is not None
         if name not in self.channels:
@@ -232,12 +245,12 @@ class Catalogue:
             self._ensure(name, {"max_depth": limit, "drop_oldest": True}, {})
         target = self.channels[name]
         assert isinstance(target, Queue)
-        if not target.config.drop_oldest:  # made by hand: yet no dead letter may find it full
+        if not target.config.drop_oldest:  # created by the user, but it must never be full
             self._ensure(name, {"drop_oldest": True}, {})
         return target
 
     def delete(self, name: str) -> None:
-        """Close a queue or topic and forget it with all that is in it."""
+        """Close a queue or topic, and delete it with its messages."""
         channel = self.find(name, "delete")
         channel.close("the queue was deleted")
         if self._journal is not None:
@@ -248,10 +261,14 @@ class Catalogue:
         del self.channels[name], self._set[name]
         self._declared.pop(name, None)
 
-    # Making
+    # Construction
 
     def restore(self, replay: Replay, journal: Journal) -> dict[int, Queue]:
-        """Everything that a log tells of, to be written down in ``journal``; by its number."""
+        """Create the queues that a replay found; they record their changes in ``journal``.
+
+        Returns:
+            The queues by log number.
+        """
         self._journal = journal
         for number, record in sorted(replay.queues.items()):
             if record.group is None:
@@ -294,7 +311,7 @@ class Catalogue:
         )
 
     def _write(self, name: str, group: str | None, config: dict[str, object]) -> int:
-        """Write a declaration down; the number under which it stands."""
+        """Record a declaration; return the log number of the queue."""
         self._own_loop()
         if self._journal is None:
             return 0
@@ -306,21 +323,21 @@ def _actors(channel: Queue | Topic) -> list[Queue]:
 
 
 def _set_in(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The fields that a record of the log sets.
+    """Return the fields that a ``Declare`` record sets.
 
-    A record of version 0.1 names every field. There, what equals the default counts as not set, so
-    that the queue follows the settings of its owner as others do.
+    A record of version 0.1 contains every field. In such a record, an owner field with the default
+    value counts as not set, so that the queue follows the settings of its owner.
     """
     if not config.keys() >= ALL_FIELDS:
         return config
-    usual = asdict(_USUAL)
+    default = asdict(_DEFAULT_CONFIG)
     return {
         field: value
         for field, value in config.items()
-        if field not in OWNER_FIELDS or value != usual[field]
+        if field not in OWNER_FIELDS or value != default[field]
     }
 
 
 def _known(config: Mapping[str, object]) -> dict[str, Any]:
-    """The fields that this version knows: a later one may have written more."""
+    """Return the fields that this version supports; a later version may have written others."""
     return {name: value for name, value in config.items() if name in ALL_FIELDS}

@@ -1,4 +1,4 @@
-"""How a queue of the native engine behaves."""
+"""Configuration of a queue or topic of the native engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,30 @@ __all__ = ["Balance", "QueueConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueConfig:
-    """How a queue or topic of the engine behaves.
+    """Configuration of a queue or topic of the native engine.
 
-    ``max_deliveries`` is the limit when leases expire or consumers ``nack`` (``None``: no limit);
-    ``dead_letter`` names the queue for what reached it (``None``: it is dropped and counted).
-    ``backoff`` is the delay before the first redelivery after a ``nack``; it doubles with each
-    one up to ``max_backoff``. ``balance`` says which of several waiting consumers gets a message:
-    the one that has waited longest, the one that holds least, or any.
+    Attributes:
+        broadcast: Whether the channel is a topic. Default: false.
+        max_depth: Maximum number of messages in the queue. Default: 100,000.
+        max_priority: Highest priority that a message may have, at most 255. Default: 9.
+        max_deliveries: Number of deliveries after which a ``nack`` or an expired lease
+            dead-letters the message. ``None``: no limit. Default: 4.
+        ack_deadline: Length of a lease in seconds. Default: 30.
+        dead_letter: Name of the dead-letter queue. ``None`` (the default): failed messages are
+            dropped and counted.
+        dead_letter_max_depth: ``max_depth`` of the dead-letter queue. Default: 10,000.
+        drop_oldest: Drop the oldest message of a full queue instead of rejecting a new one.
+            Default: false.
+        backoff: Seconds before the first redelivery after a ``nack``; doubles with each further
+            one. Default: 0.
+        max_backoff: Upper limit of ``backoff`` in seconds. Default: 60.
+        balance: Which of several waiting consumers receives a message: ``"round_robin"`` (the
+            longest waiting; the default), ``"least_busy"`` (the one with the fewest messages in
+            flight) or ``"random"``.
+
+    Example:
+        >>> QueueConfig(max_depth=1000, ack_deadline=60).max_deliveries
+        4
     """
 
     broadcast: bool = False
@@ -36,22 +53,39 @@ class QueueConfig:
 
     def __post_init__(self) -> None:
         if self.max_depth < 1 or self.dead_letter_max_depth < 1:
-            raise ConfigError("max_depth is at least 1")
+            raise ConfigError(
+                "max_depth and dead_letter_max_depth must be at least 1, "
+                f"got {self.max_depth} and {self.dead_letter_max_depth}"
+            )
         if not 0 <= self.max_priority <= 255:
-            raise ConfigError(f"max_priority is 0–255, not {self.max_priority}")
+            raise ConfigError(f"max_priority must be 0–255, got {self.max_priority}")
         if self.max_deliveries is not None and self.max_deliveries < 1:
-            raise ConfigError("a message is delivered at least once: max_retries is 0 or more")
+            raise ConfigError(
+                f"max_deliveries must be at least 1 (max_retries at least 0), "
+                f"got {self.max_deliveries}"
+            )
         if not self.ack_deadline > 0:
-            raise ConfigError("ack_deadline is more than 0 seconds")
+            raise ConfigError(f"ack_deadline must be greater than 0, got {self.ack_deadline}")
         if not (self.backoff >= 0 and self.max_backoff >= 0):
-            raise ConfigError("backoff and max_backoff are 0 or more seconds")
+            raise ConfigError(
+                "backoff and max_backoff must be at least 0 seconds, "
+                f"got {self.backoff} and {self.max_backoff}"
+            )
         if self.balance not in get_args(Balance):
-            raise ConfigError(f"balance is {', '.join(get_args(Balance))}, not {self.balance!r}")
+            choices = ", ".join(get_args(Balance))
+            raise ConfigError(f"balance must be one of {choices}, got {self.balance!r}")
 
     def delay_after(self, attempt: int) -> float:
-        """The delay before the redelivery that follows ``attempt``.
+        """Return the delay before the redelivery that follows a failed attempt.
 
-        >>> QueueConfig(backoff=0.5).delay_after(3)
-        2.0
+        Args:
+            attempt: Number of the failed attempt, counted from 1.
+
+        Returns:
+            The delay in seconds.
+
+        Example:
+            >>> QueueConfig(backoff=0.5).delay_after(3)
+            2.0
         """
         return float(min(self.backoff * 2 ** min(attempt - 1, 64), self.max_backoff))

@@ -1,4 +1,4 @@
-"""Move messages that died from their queue to its dead-letter queue, and report them."""
+"""Routing of dead messages to their dead-letter queues."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from qkit.native.queue.queue import Queue
 
 __all__ = ["DeadLetterRouter"]
 
-logger = logging.getLogger("qkit.native")
+logger: logging.Logger = logging.getLogger("qkit.native")
 
 
 class DeadLetterRouter:
-    """Link between the queues of an engine: no queue knows another.
+    """Router that moves dead messages to their dead-letter queues and reports them.
+
+    It is the only link between the queues of an engine.
 
     Args:
-        clock: The engine's clock.
-        portal: The engine's portal for calls from other threads.
+        clock: Clock of the engine.
+        portal: Portal of the engine for calls from other threads.
     """
 
     target_of: Callable[[Queue], Queue]
-    """Returns the dead-letter queue of a queue; set by the engine."""
+    """Function that returns the dead-letter queue of a queue; set by the engine."""
 
     def __init__(self, clock: Clock, portal: LoopPortal) -> None:
         self.clock = clock
         self.portal = portal
-        self.callbacks: list[Callable[[DeadLetter], None]] = []  # for each dead letter
-        self.drop_callbacks: list[Callable[[DeadLetter], None]] = []  # for each that was pushed out
+        self.callbacks: list[Callable[[DeadLetter], None]] = []  # for dead letters
+        self.drop_callbacks: list[Callable[[DeadLetter], None]] = []  # for dropped letters
 
     def route(self, queue: Queue, dead: list[DeadMessage]) -> None:
-        """Move messages that died to their queue's dead letters, or drop them if it has none."""
+        """Move dead messages to the dead-letter queue, or drop them if the queue has none."""
         at = self.clock.time()
         offset = at - self.clock.monotonic()
         for message, reason, error in dead:
             try:
                 envelope = queue.envelope(message, offset)
             except LogDamaged:
-                logger.exception("a message died and its dead letter cannot be written")
+                logger.exception("a dead message cannot be read; its dead letter is not written")
                 queue.state.dropped += 1
                 continue
             letter = DeadLetter.of(
@@ -57,7 +59,7 @@ class DeadLetterRouter:
             _report(self.callbacks, letter)
 
     def dropped(self, envelopes: list[Envelope]) -> None:
-        """Report dead letters that a full dead-letter queue pushed out."""
+        """Report dead letters that were dropped from a full dead-letter queue."""
         for envelope in envelopes:
             _report(self.drop_callbacks, DeadLetter.from_envelope(envelope))
 
@@ -67,4 +69,4 @@ def _report(callbacks: list[Callable[[DeadLetter], None]], letter: DeadLetter) -
         try:
             callback(letter)
         except Exception:
-            logger.exception("a dead-letter callback failed; nothing else did")
+            logger.exception("a dead-letter callback failed; the dead letter is not affected")

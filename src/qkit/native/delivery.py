@@ -1,4 +1,4 @@
-"""One delivery of a message to a consumer that uses the engine by itself."""
+"""``Delivery``: one delivery of a message, for consumers that call the engine directly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,30 @@ _SETTLED: Final = -1
 
 
 class Delivery:
-    """One delivery of a message, to be settled with ``ack`` or ``nack`` before its lease ends."""
+    """Delivery of a message. Settle it with ``ack`` or ``nack`` before its lease expires.
+
+    ``Engine.consume`` returns deliveries; do not create them yourself.
+
+    Args:
+        actor: Queue that delivers the message.
+        message: Message that the delivery holds.
+
+    Attributes:
+        retry_count: Number of earlier attempts with this message.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit.native import Engine
+        >>> async def main() -> None:
+        ...     async with Engine() as engine:
+        ...         await engine.create("orders")
+        ...         await engine.publish("orders", b"one")
+        ...         delivery = await engine.consume("orders")
+        ...         print(delivery.body, delivery.retry_count)
+        ...         await delivery.ack()
+        >>> asyncio.run(main())
+        b'one' 0
+    """
 
     __slots__ = ("_actor", "_message", "_token", "retry_count")
 
@@ -24,47 +47,133 @@ class Delivery:
         self._actor = actor
         self._message = message
         self._token = message.state
-        self.retry_count = message.attempt - 1
+        self.retry_count: int = message.attempt - 1
 
     def __repr__(self) -> str:
         return f"<Delivery {self.message_id} of {self._actor.name}, retry {self.retry_count}>"
 
     @property
     def message_id(self) -> str:
-        """The id that ``publish`` returned."""
+        """Id of the message, as returned by ``publish``.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one", message_id="order-1")
+            ...         print((await engine.consume("orders")).message_id)
+            >>> asyncio.run(main())
+            order-1
+        """
         return self._message.id
 
     @property
     def body(self) -> bytes:
-        """The bytes as published."""
+        """Body of the message.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         print((await engine.consume("orders")).body)
+            >>> asyncio.run(main())
+            b'one'
+        """
         return self._message.body or b""
 
     @property
     def headers(self) -> dict[str, str]:
-        """A copy of the headers as published."""
+        """Copy of the message's headers.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one", headers={"tenant": "acme"})
+            ...         print((await engine.consume("orders")).headers)
+            >>> asyncio.run(main())
+            {'tenant': 'acme'}
+        """
         return dict(self._message.headers or {})
 
     @property
     def priority(self) -> int:
-        """The priority, 0 the lowest."""
+        """Priority of the message; 0 is the lowest.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one", priority=8)
+            ...         print((await engine.consume("orders")).priority)
+            >>> asyncio.run(main())
+            8
+        """
         return self._message.priority
 
     @property
     def key(self) -> str | None:
-        """The key, if it was published with one."""
+        """Key of the message, or ``None``.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one", key="customer-7")
+            ...         print((await engine.consume("orders")).key)
+            >>> asyncio.run(main())
+            customer-7
+        """
         return self._message.key
 
     @property
     def held(self) -> bool:
-        """Whether it still holds its message: not settled, and its lease not lost."""
+        """Whether the delivery is not settled and its lease has not expired.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         print((await engine.consume("orders")).held)
+            >>> asyncio.run(main())
+            True
+        """
         return self._token > 0 and self._actor.state.holds(self._token)
 
     async def ack(self) -> None:
-        """The work is done: forget the message.
+        """Acknowledge the message, which removes it from the queue.
 
-        Raises ``AckDeadlineExceeded`` if the lease is lost, ``MessageNotFound`` if this delivery
-        was settled before, ``StorageError`` if it could not be written: the message is done with,
-        but would come again if the engine were killed before there is space on the disk.
+        Raises:
+            AckDeadlineExceeded: The lease has expired.
+            MessageNotFound: The delivery is already settled.
+            StorageError: The ack could not be written to disk. The message has left the queue, but
+                it is delivered again if the process ends before the ack is written.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         await (await engine.consume("orders")).ack()
+            ...         print((await engine.stats("orders")).acked_total)
+            >>> asyncio.run(main())
+            1
         """
         actor = self._actor
         if get_ident() != actor.portal.thread:
@@ -76,7 +185,32 @@ class Delivery:
             await actor.written()
 
     async def nack(self, requeue: bool = True) -> Literal["requeued", "dead_lettered"]:
-        """Give the message back, or up: with ``requeue=False``, or when no retry is left."""
+        """Release the message for a retry, or dead-letter it if no retry is left.
+
+        Args:
+            requeue: Retry the message. If false, dead-letter it. Default: true.
+
+        Returns:
+            ``"requeued"`` or ``"dead_lettered"``.
+
+        Raises:
+            AckDeadlineExceeded: The lease has expired.
+            MessageNotFound: The delivery is already settled.
+            StorageError: The change could not be written to disk.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders", max_retries=1)
+            ...         await engine.publish("orders", b"one")
+            ...         print(await (await engine.consume("orders")).nack())
+            ...         print(await (await engine.consume("orders")).nack())
+            >>> asyncio.run(main())
+            requeued
+            dead_lettered
+        """
         if get_ident() != self._actor.portal.thread:
             return await self._actor.portal.run(lambda: self.nack(requeue))
         token = self._token if self._token > 0 else self._settled()
@@ -95,20 +229,57 @@ class Delivery:
         return "requeued" if alive else "dead_lettered"
 
     async def extend(self, seconds: float) -> None:
-        """Move the end of the lease to ``seconds`` from now."""
+        """Extend the lease so that it expires ``seconds`` from now.
+
+        Args:
+            seconds: Seconds from now until the lease expires.
+
+        Raises:
+            AckDeadlineExceeded: The lease has expired.
+            MessageNotFound: The delivery is already settled.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         delivery = await engine.consume("orders", ack_deadline=1)
+            ...         await delivery.extend(60)
+            ...         print(delivery.held)
+            >>> asyncio.run(main())
+            True
+        """
         if get_ident() != self._actor.portal.thread:
             await self._actor.portal.run(lambda: self.extend(seconds))
             return
         self._actor.extend(self._token if self._token > 0 else self._settled(), seconds)
 
     def release_uncharged(self) -> None:
-        """Nobody will ever settle it: the message goes back with no attempt charged."""
+        """Release the message immediately, without counting the attempt.
+
+        Does nothing if the delivery is settled or its lease has expired. Call this only in the
+        engine's loop.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         (await engine.consume("orders")).release_uncharged()
+            ...         print((await engine.consume("orders")).retry_count)
+            >>> asyncio.run(main())
+            0
+        """
         if self.held and self._actor.lost is None:
             self._actor.release(self._token, count_attempt=False)
 
     def _settled(self) -> int:
         raise MessageNotFound(
-            "this delivery was settled before: settle each one once",
+            "this delivery is already settled: settle each delivery once",
             queue=self._actor.name,
             message_id=self.message_id,
         )

@@ -1,14 +1,15 @@
-"""The native engine: queues and topics inside this process, without a broker.
+"""``Engine``: the native engine, with queues and topics inside this process, without a broker.
 
-It moves messages in and out of the queues, whose names are in ``catalogue.py``, and closes them. It
-belongs to the event loop that opened it; calls from other threads run in that loop: see
-``cross_thread.py``. With a directory it is durable: see ``storage/journal.py`` and ``log/log.py``.
+``catalogue.py`` maps names to queues; this module publishes to them, consumes from them and closes
+them. An engine belongs to the event loop that opened it. Calls from other threads run in that loop
+(``cross_thread.py``). An engine with a directory is durable (``storage/journal.py``,
+``log/log.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import builtins  # Engine.list hides the type
+import builtins  # Engine.list shadows the built-in list
 import contextlib
 import logging
 import os
@@ -45,34 +46,43 @@ from qkit.native.storage.write_batch import PendingMessage
 
 __all__ = ["Engine"]
 
-logger = logging.getLogger("qkit.native")
+logger: logging.Logger = logging.getLogger("qkit.native")
 
 RESTORE_BATCH_SIZE: Final = 1_000
-MAX_BACKLOG_BEFORE_YIELD: Final = 50  # messages; with more, a send lets consumers run first
-MEMORY_LIMIT: Final = 64 << 20
+MAX_BACKLOG_BEFORE_YIELD: Final = 50  # messages; above this, a send lets consumers run first
+MEMORY_LIMIT: Final = 64 << 20  # bytes
 UNLIMITED: Final = QueueConfig(max_deliveries=None)
 
 
 class Engine:
-    """Queues and topics: ``Engine()`` in memory, ``await Engine.open(path)`` in a directory.
+    """Queues and topics, in memory (``Engine()``) or in a directory (``await Engine.open(path)``).
 
-    >>> async def main() -> None:
-    ...     async with Engine() as engine:
-    ...         await engine.create("orders")
-    ...         await engine.publish("orders", b"one", priority=8, headers={"tenant": "acme"})
-    ...         delivery = await engine.consume("orders", timeout=5)
-    ...         print(delivery.body, delivery.retry_count)
-    ...         await delivery.ack()
-    >>> asyncio.run(main())
-    b'one' 0
+    Use an engine as an async context manager, once. Its coroutines, and those of a ``Delivery``,
+    may be awaited in any thread and event loop while the loop that opened the engine runs, except
+    where a method says otherwise.
 
-    Its coroutines, and those of a ``Delivery``, may be awaited in any thread and event loop while
-    the loop that opened it runs.
+    Args:
+        clock: Source of time. Default: the system clock.
+        defaults: Values of the fields that ``declare`` or a bulk file does not set. ``create`` does
+            not use them. Default: ``QueueConfig(max_deliveries=None)``.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit.native import Engine
+        >>> async def main() -> None:
+        ...     async with Engine() as engine:
+        ...         await engine.create("orders")
+        ...         await engine.publish("orders", b"one", priority=8)
+        ...         delivery = await engine.consume("orders", timeout=5)
+        ...         print(delivery.body, delivery.retry_count)
+        ...         await delivery.ack()
+        >>> asyncio.run(main())
+        b'one' 0
     """
 
     def __init__(self, *, clock: Clock | None = None, defaults: QueueConfig | None = None) -> None:
         self.clock: Clock = clock if clock is not None else SystemClock()
-        self.portal = LoopPortal()
+        self.portal: LoopPortal = LoopPortal()
         self._now = self.clock.monotonic
         self._loop: asyncio.AbstractEventLoop | None = None
         self._storage: Storage | None = None
@@ -80,11 +90,13 @@ class Engine:
         self._entered = False
         self._closed = False
         self._dead_letters = DeadLetterRouter(self.clock, self.portal)
-        self.catalogue = Catalogue(self._dead_letters, self._own_loop, defaults or UNLIMITED)
+        self.catalogue: Catalogue = Catalogue(
+            self._dead_letters, self._own_loop, defaults or UNLIMITED
+        )
         self._dead_letters.target_of = self.catalogue.dead_letter_queue_of
         self._channels = self.catalogue.channels
 
-    # Life
+    # Lifecycle
 
     @classmethod
     async def open(
@@ -98,16 +110,44 @@ class Engine:
         clock: Clock | None = None,
         defaults: QueueConfig | None = None,
     ) -> Engine:
-        """Open a durable engine in a directory, which is made if need be, and recover it.
+        """Open a durable engine in a directory, and recover its messages.
 
-        A ``publish`` returns when the message is on the disk (``fsync="always"``), at most
-        ``fsync_interval`` seconds earlier (``"interval"``), or once the operating system has it
-        (``"never"``). Bodies above ``memory_limit`` bytes in sum stay on the disk. What consumers
-        held is delivered again, its attempts kept. ``defaults`` configures queues for which a
-        declaration of the SDK or a bulk file sets nothing; ``create`` does not use it.
+        Messages that were in flight are delivered again and keep their attempt counts.
 
-        Raises ``LogLocked`` (another process has it), ``LogDamaged`` (stored messages cannot be
-        read; ``repair=True`` keeps all that is whole), ``LogVersion``, ``StorageError``.
+        Args:
+            path: Directory of the engine; created if missing.
+            fsync: When ``publish`` returns. ``"always"`` (the default): when the message is on
+                disk. ``"interval"``: when the operating system has the message, which is on disk
+                at most ``fsync_interval`` seconds later. ``"never"``: when the operating system
+                has the message.
+            fsync_interval: Maximum time until written records are synced, in seconds. Default: 1.
+            memory_limit: Bytes of message bodies that are kept in memory; other bodies stay on
+                disk. Default: 64 MiB.
+            repair: Keep the intact records of a damaged log instead of raising ``LogDamaged``.
+                Default: false.
+            clock: Source of time. Default: the system clock.
+            defaults: Values of the fields that ``declare`` or a bulk file does not set. ``create``
+                does not use them. Default: ``QueueConfig(max_deliveries=None)``.
+
+        Returns:
+            The open engine. Close it with ``aclose`` or ``async with``.
+
+        Raises:
+            LogLocked: Another process has the directory open.
+            LogDamaged: Stored messages cannot be read, and ``repair`` is false.
+            LogVersion: This version of qkit does not read the format of the log.
+            StorageError: The directory cannot be used.
+
+        Example:
+            >>> import asyncio, tempfile
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     with tempfile.TemporaryDirectory() as path:
+            ...         async with await Engine.open(path) as engine:
+            ...             await engine.create("orders")
+            ...             print(engine.durable)
+            >>> asyncio.run(main())
+            True
         """
         engine = cls(clock=clock, defaults=defaults)
         storage = Storage(
@@ -122,7 +162,29 @@ class Engine:
         return engine
 
     async def attach(self, storage: Storage) -> None:
-        """Recover from storage and be durable from now on."""
+        """Recover the messages in a storage, and record every change there from now on.
+
+        ``open`` calls this method. Tests call it with their own storage.
+
+        Args:
+            storage: Storage that is not started yet. The engine closes it.
+
+        Raises:
+            LogDamaged: Stored messages cannot be read.
+            LogVersion: This version of qkit does not read the format of the log.
+            StorageError: The directory cannot be used.
+
+        Example:
+            >>> import asyncio, tempfile
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     with tempfile.TemporaryDirectory() as path:
+            ...         async with Engine() as engine:
+            ...             await engine.attach(Storage(Disk(path), clock=engine.clock))
+            ...             print(engine.durable)
+            >>> asyncio.run(main())
+            True
+        """
         loop = asyncio.get_running_loop()
         replay = await storage.recover()
         self._loop, self._storage, self._journal = loop, storage, storage.journal
@@ -131,11 +193,11 @@ class Engine:
             actors = self.catalogue.restore(replay, storage.journal)
             if replay.orphans:
                 names = ", ".join(replay.orphans)
-                logger.warning("queues whose declaration was lost have new names: %s", names)
+                logger.warning("queues whose declarations were lost got new names: %s", names)
             recovered, storage.recovered = storage.recovered, []
             for at, message in enumerate(recovered):
                 if at % RESTORE_BATCH_SIZE == 0:
-                    await asyncio.sleep(0)  # others have the loop too
+                    await asyncio.sleep(0)  # let other tasks run
                 actor = actors.get(message.queue)
                 if actor is not None:
                     actor.restore(message)
@@ -148,34 +210,63 @@ class Engine:
 
     @property
     def running(self) -> bool:
-        """Whether it was opened and not closed yet."""
+        """Whether the engine is open.
+
+        Example:
+            >>> Engine().running
+            False
+        """
         return self._loop is not None and not self._closed
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed; an engine is opened once."""
+        """Whether the engine was closed. A closed engine cannot be reopened.
+
+        Example:
+            >>> Engine().closed
+            False
+        """
         return self._closed
 
     @property
     def durable(self) -> bool:
-        """Whether it keeps its messages in a directory."""
+        """Whether the engine stores its messages in a directory.
+
+        Example:
+            >>> Engine().durable
+            False
+        """
         return self._storage is not None
 
     @property
     def read_only(self) -> bool:
-        """Whether the disk failed: nothing is taken until the directory is opened again."""
+        """Whether the disk failed so that the engine accepts no messages until it is reopened.
+
+        Example:
+            >>> Engine().read_only
+            False
+        """
         return self._storage is not None and self._storage.log.read_only
 
     @property
     def storage(self) -> Storage:
-        """The directory of a durable engine; ``Unsupported`` in memory."""
+        """Storage of a durable engine; raises ``Unsupported`` for an engine in memory.
+
+        Example:
+            >>> Engine().storage
+            Traceback (most recent call last):
+            ...
+            qkit.errors.Unsupported: ...
+        """
         if self._storage is None:
-            raise Unsupported("this engine is in memory: it has no directory", backend="native")
+            raise Unsupported(
+                "this engine is in memory and has no directory: use Engine.open", backend="native"
+            )
         return self._storage
 
     async def __aenter__(self) -> Self:
         if self._entered or self._closed:
-            raise LifecycleError("an engine is opened once: make a new one")
+            raise LifecycleError("an engine can be opened only once: create a new one")
         self._entered = True
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -191,9 +282,25 @@ class Engine:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close every queue, let parked consumers go, write what is pending; idempotent."""
+        """Close every queue and write pending records. Idempotent.
+
+        Waiting ``consume`` calls raise ``SubscriptionLost``.
+
+        Raises:
+            ReadOnly: The last sync failed. The engine is closed anyway.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     engine = Engine()
+            ...     await engine.aclose()
+            ...     print(engine.closed)
+            >>> asyncio.run(main())
+            True
+        """
         if get_ident() != self.portal.thread and (self._closed or self.portal.accepts_calls):
-            with contextlib.suppress(LifecycleError):  # it is closed already
+            with contextlib.suppress(LifecycleError):  # already closed
                 await self.portal.run(self.aclose)
             return
         was_open, self._closed = self.portal.close(), True
@@ -208,7 +315,10 @@ class Engine:
             await self.portal.wait_drained()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
-        """The engine's loop, which must be the running one. Not asked for each message."""
+        """Return the engine's loop; raise ``LifecycleError`` unless it is the running loop.
+
+        This is too slow to call for each message.
+        """
         if self._closed or self._loop is None:
             state = "closed" if self._closed else "not open: use 'async with Engine() as engine'"
             raise LifecycleError(f"the engine is {state}", backend="native")
@@ -237,14 +347,41 @@ class Engine:
         max_backoff: float = 60.0,
         balance: Balance = "round_robin",
     ) -> None:
-        """Create a queue, or a topic with ``broadcast``; again with equal options is no error.
+        """Create a queue or topic. Does nothing if it was created with the same options.
 
-        ``max_retries`` is how often a message may come again after a ``nack`` or a lost lease
-        (``None``: for ever), ``backoff`` the delay before the first return after a ``nack``,
-        doubled each time. Dead letters go to ``{name}_dlq``. ``balance`` says which of several
-        waiting consumers gets a message: ``round_robin`` (who waited longest), ``least_busy`` (who
-        holds least), ``random``. Raises ``ConfigError`` if it exists with other options,
-        ``InvalidName``.
+        Args:
+            name: Name of the queue or topic.
+            broadcast: Create a topic instead of a queue. Default: false.
+            max_depth: Maximum number of messages in the queue. Default: 100,000.
+            max_priority: Highest priority that a message may have, at most 255. Default: 9.
+            max_retries: Number of redeliveries after a ``nack`` or an expired lease. ``None``: no
+                limit. Default: 3.
+            ack_deadline: Length of a lease in seconds. Default: 30.
+            dead_letter: Move messages that failed for good to ``{name}_dlq``. If false, they are
+                dropped. Default: true.
+            dead_letter_max_depth: Maximum number of dead letters; the oldest are dropped.
+                Default: 10,000.
+            backoff: Seconds before the first redelivery after a ``nack``; doubles with each further
+                one. Default: 0.
+            max_backoff: Upper limit of ``backoff`` in seconds. Default: 60.
+            balance: Which of several waiting consumers receives a message: ``"round_robin"``
+                (the longest waiting; the default), ``"least_busy"`` (the one with the fewest
+                messages in flight) or ``"random"``.
+
+        Raises:
+            ConfigError: The queue exists with other options, or an option is invalid.
+            InvalidName: The name is invalid.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders", max_retries=5, backoff=0.5)
+            ...         await engine.create("news", broadcast=True)
+            ...         print(await engine.list())
+            >>> asyncio.run(main())
+            ['news', 'orders']
         """
         check_name(name)
         config = QueueConfig(
@@ -269,17 +406,29 @@ class Engine:
         *,
         defaults: Mapping[str, object] | None = None,
     ) -> None:
-        """Make sure that a queue exists, and set fields of its ``QueueConfig``; the last call wins.
+        """Ensure that a queue exists, and set fields of its ``QueueConfig``. The last call wins.
 
-        Unlike ``create`` it does not check the name, and a queue may be declared in several ways.
+        Unlike ``create``, this method accepts any name, and different values for an existing
+        queue. Call it only in the engine's loop.
 
         Args:
             name: Name of the queue or topic.
-            fields: What to set.
-            defaults: What to set where no declaration has set anything.
+            fields: Fields of ``QueueConfig`` to set.
+            defaults: Fields to set unless a declaration has set them. Default: none.
 
         Raises:
-            ConfigError: It exists as the other kind.
+            ConfigError: The name is a topic and is declared as a queue or the reverse, or a field
+                is invalid.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.declare("orders", {"max_depth": 1000})
+            ...         print(await engine.list())
+            >>> asyncio.run(main())
+            ['orders']
         """
         self.catalogue.declare(name, fields, defaults=defaults)
         await self.written()
@@ -288,20 +437,72 @@ class Engine:
         return name in self._channels
 
     def check_exists(self, name: str, operation: str) -> None:
-        """Raise ``QueueNotFound`` unless the queue or topic exists."""
+        """Raise ``QueueNotFound`` unless the queue or topic exists.
+
+        Args:
+            name: Name of the queue or topic.
+            operation: Name of the operation, for the error.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         engine.check_exists("orders", "report")
+            >>> asyncio.run(main())
+        """
         self.catalogue.find(name, operation)
 
     def queue(self, name: str, operation: str, group: str | None = None) -> Queue:
-        """Return a queue, or a group's share of a topic; the group is declared by this.
+        """Return a queue, or the queue of a topic's group. Call this only in the engine's loop.
 
-        For callers in the engine's own loop. Raises ``QueueNotFound``; ``Unsupported`` for a topic
-        without ``group``.
+        A group that does not exist is created.
+
+        Args:
+            name: Name of the queue or topic.
+            operation: Name of the operation, for the error.
+            group: Group of a topic. Default: none; required for a topic.
+
+        Returns:
+            The queue.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+            Unsupported: The name is a topic, and ``group`` is missing.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         print(engine.queue("orders", "report").name)
+            >>> asyncio.run(main())
+            orders
         """
         return self.catalogue.queue(name, operation, group)
 
     @callable_from_any_thread
     async def written(self) -> None:
-        """Wait until a crash of this process cannot undo what happened so far."""
+        """Wait until all changes so far survive a crash of this process.
+
+        Returns immediately for an engine in memory.
+
+        Raises:
+            StorageError: The changes could not be written.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.written()
+            >>> asyncio.run(main())
+        """
         if self._journal is not None:
             written = self._journal.written()
             if written is not None:
@@ -309,35 +510,154 @@ class Engine:
 
     @callable_from_any_thread
     async def delete(self, name: str) -> None:
-        """Delete a queue with all that is in it; its dead letters stay."""
+        """Delete a queue or topic and its messages. Its dead-letter queue stays.
+
+        Args:
+            name: Name of the queue or topic.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.delete("orders")
+            ...         print(await engine.list())
+            >>> asyncio.run(main())
+            []
+        """
         self.catalogue.delete(name)
         await self.written()
 
     @callable_from_any_thread
     async def list(self) -> builtins.list[str]:
-        """The names of all queues and topics, sorted."""
+        """Return the names of all queues and topics.
+
+        Returns:
+            The names, sorted.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         print(await engine.list())
+            >>> asyncio.run(main())
+            ['orders']
+        """
         return sorted(self._channels)
 
     @callable_from_any_thread
     async def stats(self, name: str) -> QueueStats:
-        """A queue's figures now; a topic's are the sums of its groups'."""
+        """Return the current figures of a queue or topic.
+
+        Args:
+            name: Name of the queue or topic.
+
+        Returns:
+            The figures. Those of a topic cover all its groups.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         print((await engine.stats("orders")).depth)
+            >>> asyncio.run(main())
+            1
+        """
         return self.catalogue.find(name, "stats").stats()
 
     @callable_from_any_thread
     async def peek(self, name: str, limit: int = 1) -> builtins.list[Envelope]:
-        """The next messages in order of delivery, delayed ones last; nothing is consumed."""
+        """Return the next messages without consuming them.
+
+        Args:
+            name: Name of the queue or topic.
+            limit: Maximum number of messages to return. Default: 1.
+
+        Returns:
+            The messages in order of delivery, scheduled ones last.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+            LogDamaged: The body of a message cannot be read.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         print([item.body for item in await engine.peek("orders")])
+            >>> asyncio.run(main())
+            [b'one']
+        """
         return self.catalogue.find(name, "peek").peek(limit)
 
     @callable_from_any_thread
     async def purge(self, name: str) -> int:
-        """Delete every message that no consumer holds; return how many."""
+        """Delete every message of a queue or topic that is not in flight.
+
+        Args:
+            name: Name of the queue or topic.
+
+        Returns:
+            The number of deleted messages.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         print(await engine.purge("orders"))
+            >>> asyncio.run(main())
+            1
+        """
         removed = sum(actor.purge() for actor in self.catalogue.actors(name, "purge"))
         await self.written()
         return removed
 
     @callable_from_any_thread
     async def remove(self, name: str, ids: Collection[str]) -> int:
-        """Delete these messages unless a consumer holds them; return how many were there."""
+        """Delete messages by id, unless they are in flight.
+
+        Args:
+            name: Name of the queue or topic.
+            ids: Ids of the messages. Unknown ids are ignored.
+
+        Returns:
+            The number of deleted messages.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         sent = await engine.publish("orders", b"one")
+            ...         print(await engine.remove("orders", [sent.message_id]))
+            >>> asyncio.run(main())
+            1
+        """
         removed = sum(actor.remove(ids) for actor in self.catalogue.actors(name, "remove"))
         await self.written()
         return removed
@@ -353,9 +673,32 @@ class Engine:
         *,
         group: str | None = None,
     ) -> None:
-        """Make a consumer known that may hold ``prefetch`` unsettled messages (1–1000).
+        """Register a named consumer, or change the prefetch of a registered one.
 
-        Again changes its limit. On a topic, ``group`` says whose share it consumes.
+        Pass the name of the consumer to ``consume``.
+
+        Args:
+            queue: Name of the queue or topic.
+            consumer: Name of the consumer.
+            prefetch: Number of unsettled messages that the consumer may hold, 1–1000. Default: 10.
+            group: Group of a topic. Default: none; required for a topic.
+
+        Raises:
+            ConfigError: ``prefetch`` is out of range.
+            InvalidName: The name of the consumer or of a new group is invalid.
+            QueueNotFound: There is no such queue or topic.
+            Unsupported: ``queue`` is a topic, and ``group`` is missing.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.register("orders", "worker-1", prefetch=2)
+            ...         print((await engine.consumers("orders"))[0].prefetch)
+            >>> asyncio.run(main())
+            2
         """
         actor = self.catalogue.queue(queue, "register", group)
         check_name(consumer, "consumer")
@@ -366,14 +709,36 @@ class Engine:
 
     @callable_from_any_thread
     async def unregister(self, queue: str, consumer: str, *, group: str | None = None) -> None:
-        """Forget a consumer; what it holds goes back with no attempt charged.
+        """Remove a registered consumer, and release its messages without counting an attempt.
 
-        Raises ``ConsumerNotFound``, also in a ``consume`` that waits in its name.
+        Its waiting ``consume`` calls raise ``ConsumerNotFound``.
+
+        Args:
+            queue: Name of the queue or topic.
+            consumer: Name of the consumer.
+            group: Group of a topic. Default: none; required for a topic.
+
+        Raises:
+            ConsumerNotFound: The consumer is not registered.
+            QueueNotFound: There is no such queue or topic.
+            Unsupported: ``queue`` is a topic, and ``group`` is missing.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.register("orders", "worker-1")
+            ...         await engine.unregister("orders", "worker-1")
+            ...         print(await engine.consumers("orders"))
+            >>> asyncio.run(main())
+            []
         """
         actor = self.catalogue.queue(queue, "unregister", group)
         if actor.members is None:
             raise ConsumerNotFound(
-                f"no consumer {consumer!r} of this queue: register it first",
+                f"no consumer {consumer!r} on this queue: register it first",
                 backend="native",
                 operation="unregister",
                 queue=queue,
@@ -387,7 +752,28 @@ class Engine:
 
     @callable_from_any_thread
     async def consumers(self, queue: str) -> builtins.list[Consumer]:
-        """The consumers of a queue, or of every group of a topic."""
+        """Return the consumers of a queue, or of all groups of a topic.
+
+        Args:
+            queue: Name of the queue or topic.
+
+        Returns:
+            Registered consumers, then subscriptions.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.register("orders", "worker-1")
+            ...         print([item.consumer for item in await engine.consumers("orders")])
+            >>> asyncio.run(main())
+            ['worker-1']
+        """
         found: builtins.list[Consumer] = []
         for actor in self.catalogue.actors(queue, "consumers"):
             if actor.members is not None:
@@ -397,18 +783,60 @@ class Engine:
 
     @callable_from_any_thread
     async def import_bulk_files(self) -> int:
-        """Import the bulk files that other processes published; return the number of messages.
+        """Import the bulk files that other processes have published.
 
-        A running engine looks for them every second by itself. Queues that do not exist are
-        created. Raises ``LogDamaged`` for a file that is not whole.
+        A running engine does this every second. Queues that do not exist are created. A file that
+        cannot be imported stays in the inbox; the first such error is raised after the other files
+        are imported.
+
+        Returns:
+            The number of imported messages.
+
+        Raises:
+            LogDamaged: A file is damaged.
+            InvalidName: A file declares a queue with an invalid name.
+            ConfigError: A file declares an invalid configuration.
+            Unsupported: The engine is in memory.
+
+        Example:
+            >>> import asyncio, tempfile
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     with tempfile.TemporaryDirectory() as path:
+            ...         async with await Engine.open(path) as engine:
+            ...             print(await engine.import_bulk_files())
+            >>> asyncio.run(main())
+            0
         """
         return await self.storage.import_bulk_files(self.catalogue.of_bulk_file)
 
     @callable_from_any_thread
     async def history(self, message_id: str) -> builtins.list[StatusChange]:
-        """What the log of a durable engine still tells of a message, oldest first.
+        """Return the status changes of a message that the log still contains.
 
-        Compaction takes out what is settled, in its own time. Raises ``Unsupported`` in memory.
+        Compaction eventually removes the changes of settled messages.
+
+        Args:
+            message_id: Id of the message.
+
+        Returns:
+            The changes, oldest first.
+
+        Raises:
+            Unsupported: The engine is in memory.
+
+        Example:
+            >>> import asyncio, tempfile
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     with tempfile.TemporaryDirectory() as path:
+            ...         async with await Engine.open(path) as engine:
+            ...             await engine.create("orders")
+            ...             sent = await engine.publish("orders", b"one")
+            ...             history = await engine.history(sent.message_id)
+            ...             print([str(change.status) for change in history])
+            >>> asyncio.run(main())
+            ['Pending']
         """
         return await self.storage.history(message_id)
 
@@ -427,17 +855,48 @@ class Engine:
         message_id: str | None = None,
         wait: float | None = 0,
     ) -> Sent:
-        """Add a message, of priority 5 unless told otherwise.
+        """Publish a message.
 
-        It is delivered no earlier than after ``delay`` seconds, and becomes a dead letter if no
-        consumer took it within ``ttl``. In a full queue it waits up to ``wait`` seconds for room
-        (``None``: for ever). Raises ``QueueNotFound``, ``QueueFull``, ``InvalidPriority``,
-        ``ValueError`` unless delay < ttl, and ``StorageError`` if the disk refused it.
+        Args:
+            queue: Name of the queue or topic.
+            body: Body of the message.
+            priority: Priority of the message; a higher priority is delivered first. Default: 5, or
+                the queue's ``max_priority`` if that is lower.
+            delay: Seconds until the message may be delivered. Default: none.
+            ttl: Seconds until the message expires and becomes a dead letter. Default: never.
+            headers: Headers of the message. Default: none.
+            key: Key of the message. Default: none.
+            message_id: Id of the message. Default: a new id.
+            wait: Seconds to wait for capacity while the queue is full. ``None``: no limit.
+                Default: 0.
+
+        Returns:
+            The id of the message, and the number of messages ahead of it in the queue (``None`` for
+            a delayed message or a topic).
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+            QueueFull: The queue is still full after ``wait`` seconds.
+            InvalidPriority: ``priority`` is outside the queue's range.
+            InvalidBody: ``body`` is not bytes.
+            ValueError: ``delay`` is not shorter than ``ttl``, or one of them is out of range.
+            StorageError: The message could not be written to disk.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one", headers={"tenant": "acme"})
+            ...         print((await engine.publish("orders", b"two")).position)
+            >>> asyncio.run(main())
+            1
         """
         if not isinstance(body, bytes):
-            raise InvalidBody(f"a body is bytes, not {type(body).__name__}", queue=queue)
+            raise InvalidBody(f"expected a body of bytes, got {type(body).__name__}", queue=queue)
         if wait != 0 or get_ident() != self.portal.thread:
-            publish = partial(  # no closure: it would make every publish slower
+            publish = partial(  # a closure would make every publish slower
                 self.publish,
                 queue,
                 body,
@@ -450,7 +909,7 @@ class Engine:
             )
             if get_ident() != self.portal.thread:
                 return await self.portal.run(partial(publish, wait=wait))
-            _times(0.0, delay, ttl)  # what cannot be need not wait
+            _times(0.0, delay, ttl)  # reject invalid times before waiting
             return await self._publish_after_wait(queue, wait, publish)
         channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
         if message_id is None:
@@ -466,13 +925,13 @@ class Engine:
             queues, own = channel.reserve(message_id, own, priority)
             message = message_id, body, own, key, priority, due, expires, queues
             (position,) = await self._journal.publish((message,))
-        # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
+        # Twice as fast as Sent(…). The type checker does not know the __new__ of a generic class.
         return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
 
     async def _publish_after_wait(
         self, queue: str, wait: float | None, publish: Callable[[], Awaitable[Sent]]
     ) -> Sent:
-        """Publish when the queue has capacity, or after ``wait`` seconds (``None``: no limit)."""
+        """Wait for capacity, at most ``wait`` seconds (``None``: no limit), then publish."""
         channel = self.catalogue.find(queue, "publish")
         await channel.wait_for_capacity(wait)
         try:
@@ -483,16 +942,41 @@ class Engine:
     async def publish_many(
         self, queue: str, envelopes: Sequence[Envelope]
     ) -> builtins.list[Sent | QueueError]:
-        """Add messages in order, as many as can be; an error in the place of each other."""
+        """Publish messages in order. Call this only in the engine's loop.
+
+        Args:
+            queue: Name of the queue or topic.
+            envelopes: Messages to publish.
+
+        Returns:
+            For each message, its id and position, or the error for which it was rejected.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+            StorageError: The messages could not be written to disk.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         messages = [Envelope("1", b"one"), Envelope("2", b"two")]
+            ...         sent = await engine.publish_many("orders", messages)
+            ...         print([item.message_id for item in sent])
+            >>> asyncio.run(main())
+            ['1', '2']
+        """
         channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
         if channel.consumers and channel.backlog >= MAX_BACKLOG_BEFORE_YIELD:
-            # Nothing below waits for anything, so a loop of sends would starve its own consumers:
-            # let them have a turn to fetch and one to work for as many as they usually take.
+            # In memory, nothing below suspends, so sends in a loop would starve the consumers in
+            # the same event loop. For each batch of the usual size, give the consumers one loop
+            # iteration to fetch messages and one to handle them.
             for _ in range(2 * -(-len(envelopes) // MAX_BACKLOG_BEFORE_YIELD)):
                 await asyncio.sleep(0)
-            channel = self.catalogue.find(queue, "publish")  # or it was deleted meanwhile
+            channel = self.catalogue.find(queue, "publish")  # raises if it was just deleted
         now, journal = self._now(), self._journal
-        offset = self.clock.time() - now  # wall time less monotonic time
+        offset = self.clock.time() - now  # wall time minus monotonic time
         results: builtins.list[Sent | QueueError] = []
         pending: builtins.list[PendingMessage] = []
         for item in envelopes:
@@ -527,12 +1011,38 @@ class Engine:
         *,
         group: str | None = None,
     ) -> Delivery | None:
-        """The next message, leased for ``ack_deadline`` seconds (default: the queue's, 30).
+        """Receive the next message and lease it. Cancelling the call loses no message.
 
-        Waits up to ``timeout`` seconds for one (``None``: for ever) and may be cancelled at any
-        moment without loss. A registered ``consumer`` gets none while it holds all it may. On a
-        topic, ``group`` says whose share. Raises ``QueueNotFound``, and ``SubscriptionLost`` if
-        the queue is deleted or the engine closed meanwhile.
+        Args:
+            queue: Name of the queue or topic.
+            timeout: Seconds to wait for a message. ``None``: no limit. Default: 0.
+            ack_deadline: Length of the lease in seconds. Default: the queue's ``ack_deadline``.
+            consumer: Name of a registered consumer. It receives nothing while it holds as many
+                messages as its prefetch. Default: none.
+            group: Group of a topic. Default: none; required for a topic.
+
+        Returns:
+            The delivery, or ``None`` if no message was ready in time.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+            Unsupported: ``queue`` is a topic, and ``group`` is missing.
+            ConsumerNotFound: The consumer was unregistered during the call.
+            SubscriptionLost: The queue was deleted, or the engine closed, during the call.
+            StorageError: The disk is full.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         delivery = await engine.consume("orders", timeout=5)
+            ...         await delivery.ack()
+            ...         print(await engine.consume("orders"))
+            >>> asyncio.run(main())
+            None
         """
         if get_ident() != self.portal.thread:
             return await self.portal.run(
@@ -567,12 +1077,12 @@ class Engine:
         members: Consumers | None,
     ) -> Delivery | None:
         def free() -> int:
-            # Once registered it must stay so: this raises when it was unregistered.
+            # A registered consumer must stay registered; otherwise ``has_capacity`` raises.
             nonlocal members
             members = members or actor.registered(consumer)
             return int(members is None or consumer is None or members.has_capacity(consumer))
 
-        counted = members is None  # a registered one is counted
+        counted = members is None  # registered consumers are already counted
         actor.consumers += counted
         try:
             async with asyncio.timeout(timeout):
@@ -583,11 +1093,11 @@ class Engine:
                         if ready:
                             return Delivery(actor, ready[0])
                     elif members is not None and consumer is not None:
-                        await members.wait(consumer)  # it holds all it may
+                        await members.wait(consumer)  # its prefetch is used up
         except ConsumerNotFound:
             actor.pass_wakeup_on()
             raise
-        except TimeoutError:  # perhaps one came at the very end
+        except TimeoutError:  # a message may have arrived at the last moment
             if actor.lost is not None:
                 raise actor.lost_error("consume") from None
             if consumer is not None and members is not None:
@@ -599,16 +1109,74 @@ class Engine:
     # Dead letters
 
     def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter, also one dropped for want of a queue."""
+        """Register a function to call for each message that becomes a dead letter.
+
+        It is also called for failed messages of a queue that has no dead-letter queue.
+
+        Args:
+            callback: Called in the engine's loop. Its errors are logged.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         engine.on_dead_letter(lambda letter: print(letter.reason))
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         await (await engine.consume("orders")).nack(requeue=False)
+            >>> asyncio.run(main())
+            ExplicitNack
+        """
         self._dead_letters.callbacks.append(callback)
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        """Register a function to call for each letter dropped from a full dead-letter queue.
+
+        Args:
+            callback: Called in the engine's loop. Its errors are logged.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         engine.on_dropped_letter(lambda letter: print(letter.body))
+            ...         await engine.create("orders", dead_letter_max_depth=1)
+            ...         for body in (b"one", b"two"):
+            ...             await engine.publish("orders", body)
+            ...             await (await engine.consume("orders")).nack(requeue=False)
+            >>> asyncio.run(main())
+            b'one'
+        """
         self._dead_letters.drop_callbacks.append(callback)
 
     @callable_from_any_thread
     async def dead_letters(self, name: str, limit: int = 10_000) -> builtins.list[DeadLetter]:
-        """The dead letters of a queue, in their queue's order."""
+        """Return the dead letters of a queue or topic.
+
+        Args:
+            name: Name of the queue or topic.
+            limit: Maximum number of dead letters to return. Default: 10,000.
+
+        Returns:
+            The dead letters, in the order of the dead-letter queue.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         await (await engine.consume("orders")).nack(requeue=False)
+            ...         print([letter.body for letter in await engine.dead_letters("orders")])
+            >>> asyncio.run(main())
+            [b'one']
+        """
         letters = self._letters(name)
         if letters is None:
             return []
@@ -616,10 +1184,32 @@ class Engine:
 
     @callable_from_any_thread
     async def retry_dead_letters(self, name: str, ids: Collection[str] | None = None) -> int:
-        """Publish dead letters again, all unless ``ids`` names some; return how many.
+        """Replay dead letters. Each keeps its id and restarts at its first attempt.
 
-        Each keeps its id and starts at its first attempt. If the queue fills up, the rest stays
-        where it is and ``QueueFull`` is raised.
+        Only the first 10,000 dead letters are considered.
+
+        Args:
+            name: Name of the queue or topic.
+            ids: Ids of the dead letters to replay. Default: all.
+
+        Returns:
+            The number of replayed messages.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+            QueueFull: The queue is full. The remaining dead letters stay in their queue.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         await (await engine.consume("orders")).nack(requeue=False)
+            ...         print(await engine.retry_dead_letters("orders"))
+            >>> asyncio.run(main())
+            1
         """
         letters, channel = self._letters(name), self.catalogue.find(name, "retry")
         done: builtins.list[str] = []
@@ -646,7 +1236,29 @@ class Engine:
 
     @callable_from_any_thread
     async def purge_dead_letters(self, name: str) -> int:
-        """Delete the dead letters of a queue; return how many."""
+        """Delete the dead letters of a queue or topic.
+
+        Args:
+            name: Name of the queue or topic.
+
+        Returns:
+            The number of deleted dead letters.
+
+        Raises:
+            QueueNotFound: There is no such queue or topic.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         await engine.publish("orders", b"one")
+            ...         await (await engine.consume("orders")).nack(requeue=False)
+            ...         print(await engine.purge_dead_letters("orders"))
+            >>> asyncio.run(main())
+            1
+        """
         letters = self._letters(name)
         purged = 0 if letters is None else letters.purge()
         await self.written()
@@ -665,9 +1277,11 @@ def _release_uncharged(delivery: Delivery | None) -> None:
 
 def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | None, float | None]:
     if delay is not None and not delay >= 0:
-        raise ValueError(f"delay={delay!r}: zero or more seconds")
+        raise ValueError(f"delay must be at least 0 seconds, got {delay!r}")
     if ttl is not None and not ttl > 0:
-        raise ValueError(f"ttl={ttl!r}: more than zero seconds")
+        raise ValueError(f"ttl must be greater than 0 seconds, got {ttl!r}")
     if delay is not None and ttl is not None and delay >= ttl:
-        raise ValueError(f"delay={delay!r} is not shorter than ttl={ttl!r}: it could only expire")
+        raise ValueError(
+            f"delay={delay!r} must be shorter than ttl={ttl!r}: the message could only expire"
+        )
     return (now + delay if delay else None), (now + ttl if ttl is not None else None)

@@ -1,4 +1,4 @@
-"""What a service reports about itself: events, metrics, health, traces.
+"""Events, metrics, health and traces of a service.
 
-May import: ``settings``, ``codec`` and what lies below them.
+May import: ``settings``, ``codec`` and the packages below them.
 """

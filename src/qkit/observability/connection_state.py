@@ -14,7 +14,20 @@ __all__ = ["ConnectionState", "ConnectionTracker"]
 
 
 class ConnectionState(StrEnum):
-    """Where the connection to the broker stands."""
+    """State of the connection to the broker.
+
+    Attributes:
+        DISCONNECTED: Not connected: before the start, or after a connection failure.
+        CONNECTING: The service is starting.
+        CONNECTED: The broker responds.
+        CLOSING: The service is stopping.
+        CLOSED: The service has stopped.
+
+    Example:
+        >>> from qkit import QueueService, Settings
+        >>> QueueService(Settings(type="native")).health_check().connection_state
+        <ConnectionState.DISCONNECTED: 'disconnected'>
+    """
 
     DISCONNECTED = "disconnected"
     CONNECTING = "connecting"
@@ -24,10 +37,10 @@ class ConnectionState(StrEnum):
 
 
 class ConnectionTracker:
-    """Follows the connection from what calls to the backend meet, and tells of each change."""
+    """Tracker of a service's connection state; logs each change and emits events."""
 
     def __init__(self, events: Events, clock: Clock, backend: str) -> None:
-        self.state = ConnectionState.DISCONNECTED
+        self.state: ConnectionState = ConnectionState.DISCONNECTED
         self.last_success_at: float | None = None
         self.last_error: str | None = None
         self.disconnected_at: float | None = None
@@ -37,22 +50,22 @@ class ConnectionTracker:
         self._backend = backend
 
     def record_success(self) -> None:
-        """A call got its answer."""
+        """Record that a backend call succeeded."""
         if self.state is ConnectionState.DISCONNECTED:
             self.transition_to(ConnectionState.CONNECTED)
 
     def record_failure(self, error: BaseException) -> None:
-        """A call met a broken connection."""
+        """Record that a backend call failed because of the connection."""
         self.last_error = f"{type(error).__name__}: {error_text(error)}"
         if self.state is ConnectionState.CONNECTED or self.state is ConnectionState.CONNECTING:
             self.transition_to(ConnectionState.DISCONNECTED)
 
     def record_message(self) -> None:
-        """A message was sent or settled."""
+        """Record that a message was sent or settled."""
         self.last_success_at = self._clock.time()
 
     def transition_to(self, new: ConnectionState) -> None:
-        """Enter a state: remember since when, log it, tell the listeners."""
+        """Change the state, log the change and emit its events."""
         old = self.state
         if new is old:
             return
@@ -60,7 +73,7 @@ class ConnectionTracker:
         error = self.last_error if new is ConnectionState.DISCONNECTED else None
         if new is ConnectionState.DISCONNECTED:
             self.disconnected_at = self._clock.time()
-            if old is ConnectionState.CONNECTED:  # else there was nothing to lose
+            if old is ConnectionState.CONNECTED:  # otherwise there was no connection to lose
                 self._lost_at = self._clock.monotonic()
         logger.log(
             logging.WARNING if error else logging.INFO,

@@ -1,7 +1,7 @@
-"""Events that a service tells its listeners about: state, retries, dead letters, shutdown.
+"""Events of a service and their listeners.
 
-A listener is a function, or a coroutine function that runs as a task of the service. What it
-raises is logged and changes nothing: no part of qkit's work hangs on a listener.
+A listener is a function, or a coroutine function that runs as a task of the service. Its exceptions
+are logged and have no other effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StateChanged:
-    """``state_change``: the connection went from ``old`` to ``new``."""
+    """Event ``state_change``: the connection state changed.
+
+    Attributes:
+        old: Previous state, a value of ``ConnectionState``.
+        new: New state, a value of ``ConnectionState``.
+        error: Text of the error that caused the change, if any.
+
+    Example:
+        >>> from qkit import QueueService, Settings
+        >>> def on_change(event: StateChanged) -> None:
+        ...     print(event.old, "->", event.new)
+        >>> QueueService(Settings(type="native")).on("state_change", on_change)
+    """
 
     old: str
     new: str
@@ -38,14 +50,38 @@ class StateChanged:
 
 @dataclass(frozen=True, slots=True)
 class Reconnected:
-    """``reconnected``: the connection works again after ``seconds`` without."""
+    """Event ``reconnected``: the connection is restored.
+
+    Attributes:
+        seconds: How long the connection was lost, in seconds.
+
+    Example:
+        >>> from qkit import QueueService, Settings
+        >>> def on_reconnected(event: Reconnected) -> None:
+        ...     print(f"reconnected after {event.seconds:.1f} s")
+        >>> QueueService(Settings(type="native")).on("reconnected", on_reconnected)
+    """
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """``retry``: attempt number ``attempt`` failed, the next comes in ``delay`` seconds."""
+    """Event ``retry``: an attempt failed and the message will be retried.
+
+    Attributes:
+        channel: Name of the channel.
+        message_id: Id of the message.
+        attempt: Number of the failed attempt, counted from 1.
+        delay: Seconds until the next attempt.
+        error: Exception that the handler raised.
+
+    Example:
+        >>> from qkit import QueueService, Settings
+        >>> def on_retry(event: Retried) -> None:
+        ...     print(event.message_id, "retried in", event.delay, "s")
+        >>> QueueService(Settings(type="native")).on("retry", on_retry)
+    """
 
     channel: str
     message_id: str
@@ -56,9 +92,18 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class DeadLettered:
-    """``dead_letter``: a message failed for good.
+    """Event ``dead_letter``: a message failed for good.
 
-    ``kept`` is false where no queue keeps it, or keeps it no longer because it was full.
+    Attributes:
+        letter: The dead letter.
+        kept: Whether the dead letter is stored. False if the channel has no dead-letter queue, or
+            if the letter was dropped because the queue was full.
+
+    Example:
+        >>> from qkit import QueueService, Settings
+        >>> def on_dead_letter(event: DeadLettered) -> None:
+        ...     print(event.letter.channel, event.letter.error)
+        >>> QueueService(Settings(type="native")).on("dead_letter", on_dead_letter)
     """
 
     letter: DeadLetter
@@ -67,7 +112,23 @@ class DeadLettered:
 
 @dataclass(frozen=True, slots=True)
 class ShutDown:
-    """``shutdown``: everything is closed. ``abandoned`` handlers did not finish in time."""
+    """Event ``shutdown``: the service has stopped.
+
+    Attributes:
+        abandoned: Number of messages whose handlers were cancelled because they did not finish in
+            time.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit import QueueService, Settings
+        >>> async def main() -> None:
+        ...     service = QueueService(Settings(type="native"))
+        ...     service.on("shutdown", lambda event: print(event.abandoned, "abandoned"))
+        ...     async with service:
+        ...         pass
+        >>> asyncio.run(main())
+        0 abandoned
+    """
 
     abandoned: int
 
@@ -85,21 +146,22 @@ _NAMES: dict[EventName, type] = {
 
 
 class Events:
-    """Listeners by event, and the tasks of those that are coroutines."""
+    """Listeners of a service's events, and the tasks of asynchronous listeners."""
 
     def __init__(self) -> None:
         self._listeners: dict[type, list[Callable[..., object]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on(self, name: EventName, listener: Callable[..., object]) -> None:
-        """Call ``listener`` with each event of that name; an unknown name is a ``ValueError``."""
+        """Register a listener for an event; an unknown name raises ``ValueError``."""
         if name not in _NAMES:
-            raise ValueError(f"no event {name!r}: choose from {', '.join(_NAMES)}")
+            raise ValueError(f"unknown event {name!r}: choose from {', '.join(_NAMES)}")
         self._listeners.setdefault(_NAMES[name], []).append(listener)
 
     def emit(self, event: Event) -> None:
-        """Tell every listener; never raises."""
-        for listener in tuple(self._listeners.get(type(event), ())):  # one may add another
+        """Call all listeners of an event; log their exceptions."""
+        # Iterate over a copy, because a listener may register another one.
+        for listener in tuple(self._listeners.get(type(event), ())):
             try:
                 result = listener(event)
             except Exception:
@@ -107,13 +169,13 @@ class Events:
                 continue
             if inspect.isawaitable(result):
                 task = asyncio.ensure_future(
-                    _guard(cast("Awaitable[object]", result), type(event).__name__)
+                    _log_failure(cast("Awaitable[object]", result), type(event).__name__)
                 )
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
     async def drain(self, timeout: float) -> None:
-        """Wait for listeners that are still running, then cancel them."""
+        """Wait up to ``timeout`` seconds for running listeners, then cancel them."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=timeout)
             for task in late:
@@ -122,7 +184,7 @@ class Events:
                 await asyncio.wait(late, timeout=timeout)
 
 
-async def _guard(awaitable: Awaitable[object], name: str) -> None:
+async def _log_failure(awaitable: Awaitable[object], name: str) -> None:
     try:
         await awaitable
     except Exception:

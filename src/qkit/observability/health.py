@@ -1,4 +1,4 @@
-"""``Health`` and ``ConsumerHealth``: the answer to a probe."""
+"""``Health`` of a service and ``ConsumerHealth`` of its consumers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,25 @@ __all__ = ["ConsumerHealth", "Health"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerHealth:
-    """One consumer: whether it is subscribed, and when it last polled and settled (wall time).
+    """Health of one consumer.
 
-    ``failing`` says what is wrong if its acks or dead-letter writes have been failing for ten
-    seconds, or if it cannot read its queue at all.
+    Attributes:
+        channel: Name of the channel.
+        group: Name of the consumer group.
+        state: ``starting``, ``consuming``, ``paused``, ``reconnecting`` or ``stopped``. A consumer
+            that backs off after ``Unavailable`` is ``paused``.
+        in_flight: Number of unsettled messages.
+        last_poll_at: Time of the last fetch, in seconds since the epoch; ``None`` before the first.
+        last_settle_at: Time of the last settlement, in seconds since the epoch; ``None`` before
+            the first.
+        failing: Text of the error if settlements have been failing for ten seconds, or if the
+            broker rejects the subscription; otherwise ``None``.
+
+    Example:
+        >>> ConsumerHealth(
+        ...     channel="orders", group="billing", state="consuming", in_flight=2,
+        ...     last_poll_at=None, last_settle_at=None).failing is None
+        True
     """
 
     channel: str
@@ -29,10 +44,30 @@ class ConsumerHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """The answer to "how is this service?".
+    """Health of a service.
 
-    ``healthy`` means connected, every consumer consuming (or paused on purpose), and none of them
-    ``failing``.
+    Attributes:
+        status: ``healthy`` if the service is running and connected, its event loop responds, every
+            consumer is consuming or paused, and none is ``failing``.
+        connection_state: State of the connection to the broker.
+        durable: Whether confirmed messages survive a restart.
+        breaker: State of the circuit breaker: ``closed``, ``open`` or ``half_open``.
+        last_success_at: Time at which a message was last sent or settled, in seconds since the
+            epoch; ``None`` before the first.
+        last_error: Text of what makes the service unhealthy (a blocked event loop or a failing
+            consumer), otherwise of the last connection error, if any.
+        disconnected_at: Time at which the connection was lost, in seconds since the epoch; ``None``
+            while connected.
+        consumers: Health of each consumer.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit import QueueService, Settings
+        >>> async def main() -> None:
+        ...     async with QueueService(Settings(type="native")) as service:
+        ...         print(service.health_check().status)
+        >>> asyncio.run(main())
+        healthy
     """
 
     status: Literal["healthy", "unhealthy"]

@@ -1,4 +1,4 @@
-"""Counters for each channel, and their snapshot."""
+"""Message counters by channel, and snapshots of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from dataclasses import asdict, dataclass, field
 __all__ = ["ChannelCounters", "ChannelMetrics", "Counters", "Metrics"]
 
 MAX_CHANNELS = 1_000
-OVERFLOW_CHANNEL = "(other)"  # no channel can be named so
+OVERFLOW_CHANNEL = "(other)"  # not a valid channel name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelMetrics:
-    """One channel's counters since the service was made.
+    """Counters of one channel since the service was created.
 
-    ``messages_retried`` counts failed attempts that will be tried again, ``messages_failed``
-    final failures, ``in_flight`` handler calls running now.
+    Attributes:
+        messages_sent: Sends that were confirmed.
+        messages_received: Deliveries.
+        messages_failed: Final failures.
+        messages_retried: Failed attempts that will be retried.
+        messages_dead_lettered: Messages that became dead letters.
+        in_flight: Messages that handlers are processing now.
+
+    Example:
+        >>> ChannelMetrics(messages_sent=3).messages_sent
+        3
     """
 
     messages_sent: int = 0
@@ -28,10 +37,29 @@ class ChannelMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics(ChannelMetrics):
-    """All channels together, and each by itself.
+    """Counters of all channels together, and of each channel.
 
-    Beyond a thousand channels the rest is counted together under ``(other)``.
-    ``channels_refused`` counts sends to yet another channel when a service has used all it may.
+    After 1,000 channels, further channels are counted together as ``(other)``.
+
+    Attributes:
+        messages_sent: Sends that were confirmed.
+        messages_received: Deliveries.
+        messages_failed: Final failures.
+        messages_retried: Failed attempts that will be retried.
+        messages_dead_lettered: Messages that became dead letters.
+        in_flight: Messages that handlers are processing now.
+        channels_refused: Sends that were rejected because the service uses too many channels.
+        channels: Counters by channel name.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit import QueueService, Settings
+        >>> async def main() -> None:
+        ...     async with QueueService(Settings(type="native")) as service:
+        ...         await service.send("orders", {"id": 1})
+        ...         print(service.metrics().channels["orders"].messages_sent)
+        >>> asyncio.run(main())
+        1
     """
 
     channels_refused: int = 0
@@ -39,20 +67,20 @@ class Metrics(ChannelMetrics):
 
 
 class ChannelCounters:
-    """The live counters of one channel."""
+    """Mutable counters of one channel."""
 
     __slots__ = ("dead_lettered", "failed", "in_flight", "received", "retried", "sent")
 
     def __init__(self) -> None:
-        self.sent = 0
-        self.received = 0
-        self.failed = 0
-        self.retried = 0
-        self.dead_lettered = 0
-        self.in_flight = 0
+        self.sent: int = 0
+        self.received: int = 0
+        self.failed: int = 0
+        self.retried: int = 0
+        self.dead_lettered: int = 0
+        self.in_flight: int = 0
 
     def snapshot(self) -> ChannelMetrics:
-        """The counters as they stand."""
+        """Return a snapshot of the counters."""
         return ChannelMetrics(
             messages_sent=self.sent,
             messages_received=self.received,
@@ -64,14 +92,14 @@ class ChannelCounters:
 
 
 class Counters:
-    """The counters of every channel, bounded in number."""
+    """Counters by channel, for at most ``MAX_CHANNELS`` channels."""
 
     def __init__(self) -> None:
         self._channels: dict[str, ChannelCounters] = {}
         self.refused = 0
 
     def for_channel(self, channel: str) -> ChannelCounters:
-        """The counters of a channel; those of the crowd once there are too many."""
+        """Return the counters of a channel, or shared ones if there are too many channels."""
         found = self._channels.get(channel)
         if found is None:
             name = channel if len(self._channels) < MAX_CHANNELS else OVERFLOW_CHANNEL
@@ -79,8 +107,8 @@ class Counters:
         return found
 
     def snapshot(self) -> Metrics:
-        """All counters as they stand."""
-        # A list first: another thread may ask while the loop's adds a channel.
+        """Return a snapshot of all counters. May be called from any thread."""
+        # Copy to a list first: the event loop may add a channel while another thread iterates.
         channels = {name: counters.snapshot() for name, counters in list(self._channels.items())}
         totals: dict[str, int] = {}
         for metrics in channels.values():

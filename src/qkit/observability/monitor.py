@@ -1,4 +1,4 @@
-"""Looks after the connection and the event loop, so that health is true while nothing is sent."""
+"""Background monitor of the connection and the event loop, for health checks."""
 
 from __future__ import annotations
 
@@ -15,40 +15,43 @@ PING_INTERVAL_SECONDS = 2.0
 
 
 class Monitor:
-    """Asks the broker now and then whether it is there, from ``start`` to ``stop``."""
+    """Background task that pings the broker periodically, from ``start`` to ``stop``."""
 
     def __init__(self, backend: Backend, connection: ConnectionTracker, clock: Clock) -> None:
         self._backend = backend
         self._connection = connection
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
-        self._turned_at: float | None = None
+        self._last_run_at: float | None = None
 
     @property
     def seconds_since_last_run(self) -> float:
-        """Seconds since it last had its turn; many, and the loop is blocked. For any thread."""
-        turned_at = self._turned_at
-        return 0.0 if turned_at is None else self._clock.monotonic() - turned_at
+        """Seconds since the monitor last ran; a large value means that the event loop is blocked.
+
+        May be read from any thread.
+        """
+        last_run_at = self._last_run_at
+        return 0.0 if last_run_at is None else self._clock.monotonic() - last_run_at
 
     def start(self) -> None:
-        """Begin."""
-        self._task = asyncio.create_task(self._watch(PING_INTERVAL_SECONDS), name="qkit monitor")
+        """Start the background task."""
+        self._task = asyncio.create_task(self._run(PING_INTERVAL_SECONDS), name="qkit monitor")
 
     async def stop(self) -> None:
-        """End."""
+        """Stop the background task."""
         if self._task is not None:
             await cancel_and_wait([self._task])
-            self._turned_at = None
+            self._last_run_at = None
 
-    async def _watch(self, every: float) -> None:
+    async def _run(self, interval: float) -> None:
         while True:
-            self._turned_at = self._clock.monotonic()
-            await asyncio.sleep(every)
-            self._turned_at = self._clock.monotonic()
+            self._last_run_at = self._clock.monotonic()
+            await asyncio.sleep(interval)
+            self._last_run_at = self._clock.monotonic()
             try:
-                async with asyncio.timeout(every):
+                async with asyncio.timeout(interval):
                     await self._backend.ping()
-            except Exception as error:  # whatever it is, the watch must go on
+            except Exception as error:  # the monitor must survive any error
                 self._connection.record_failure(error)
             else:
                 self._connection.record_success()

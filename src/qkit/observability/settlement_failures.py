@@ -1,4 +1,4 @@
-"""Settlements of one consumer that keep failing; a consumer with one is unhealthy."""
+"""Failing settlements of a consumer, which make it unhealthy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from qkit._internal.text import error_text
 
 __all__ = ["SettlementFailures"]
 
-#: A consumer is unhealthy if a settlement has been failing for so long.
+#: A consumer is unhealthy if a settlement has been failing for this long.
 UNHEALTHY_AFTER_SECONDS = 10.0
-#: A failed settlement that is not repeated counts for so long: another consumer has the message.
+#: A failed settlement that is not retried counts as failing for this long.
 FORGET_AFTER_SECONDS = 60.0
 
 
@@ -24,21 +24,21 @@ class _Failure:
 
 
 class SettlementFailures:
-    """Settlements of one consumer that are failing now, by what is being settled."""
+    """Settlements of one consumer that are currently failing."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.current: dict[object, _Failure] = {}
 
     def add(self, what: object, text: str, error: BaseException, *, repeated: bool = True) -> None:
-        """Record that ``what`` failed, again or for the first time.
+        """Record a failure of a settlement.
 
         Args:
             what: Identifies the settlement until ``remove``.
-            text: What failed, for people.
-            error: Why.
-            repeated: Whether it is tried again until it succeeds. If not, it is forgotten a minute
-                after its last failure.
+            text: Human-readable description of what failed.
+            error: Why it failed.
+            repeated: Whether the settlement is retried until it succeeds. If not, the failure is
+                forgotten one minute after it last occurred. Default: true.
         """
         now = self._clock.monotonic()
         known = self.current.get(what)
@@ -47,11 +47,14 @@ class SettlementFailures:
         self.current[what] = _Failure(since, now, text, repeated)
 
     def remove(self, what: object) -> None:
-        """Record that ``what`` succeeded, or is not tried any more."""
+        """Record that a settlement succeeded or is no longer attempted."""
         self.current.pop(what, None)
 
     def lasting(self) -> str | None:
-        """Return what has been failing for ten seconds or longer. May be called from any thread."""
+        """Return the text of a failure that has lasted for ten seconds or longer, or ``None``.
+
+        May be called from any thread.
+        """
         now = self._clock.monotonic()
         for failure in list(self.current.values()):
             recent = failure.repeated or now - failure.last < FORGET_AFTER_SECONDS

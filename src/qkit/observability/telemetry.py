@@ -1,7 +1,8 @@
-"""OpenTelemetry spans and metrics of sending and handling, and the trace context in the headers.
+"""OpenTelemetry spans and metrics of sends and handler calls, and trace context in headers.
 
-Only the API is used, and only when the program has set a provider: without one nothing is
-imported, no span is made and no header is written. A provider set after ``start`` is not seen.
+Only the OpenTelemetry API is used, and only if the program has set a provider. Without a provider,
+it is not imported, and no span or header is written. A provider that is set after ``start`` has no
+effect.
 """
 
 from __future__ import annotations
@@ -23,64 +24,76 @@ if TYPE_CHECKING:
 
 __all__ = ["Counts", "Telemetry"]
 
-_SYSTEMS = {"native": "qkit"}  # the broker's name in the semantic conventions, where it differs
+_SYSTEMS = {"native": "qkit"}  # backend names that differ in the semantic conventions
 _FAILURES = {
-    "messages_retried": "Failed attempts that will be tried again.",
+    "messages_retried": "Failed attempts that will be retried.",
     "messages_failed": "Final failures.",
     "messages_dead_lettered": "Messages that became dead letters.",
 }
 
 
 class Counts(Protocol):
-    """What ``start`` is told of a channel."""
+    """Failure counters of a channel."""
 
     @property
-    def messages_retried(self) -> int: ...
+    def messages_retried(self) -> int:
+        """Failed attempts that will be retried."""
+        ...
+
     @property
-    def messages_failed(self) -> int: ...
+    def messages_failed(self) -> int:
+        """Final failures."""
+        ...
+
     @property
-    def messages_dead_lettered(self) -> int: ...
+    def messages_dead_lettered(self) -> int:
+        """Messages that became dead letters."""
+        ...
 
 
 def _tracer() -> Tracer | None:
-    """A tracer, if anybody set a provider; importing OpenTelemetry to find out costs too much."""
+    """Return a tracer, or ``None`` if the program has not set a provider."""
+    # Importing OpenTelemetry only to look for a provider would take too long.
     if "opentelemetry.trace" not in sys.modules and "OTEL_PYTHON_TRACER_PROVIDER" not in os.environ:
         return None
     from opentelemetry import trace
 
-    silent = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
-    return None if isinstance(trace.get_tracer_provider(), silent) else trace.get_tracer("qkit")
+    placeholders = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
+    provider = trace.get_tracer_provider()
+    return None if isinstance(provider, placeholders) else trace.get_tracer("qkit")
 
 
 def _meter() -> Meter | None:
-    """A meter, if anybody set a provider."""
+    """Return a meter, or ``None`` if the program has not set a provider."""
     if "opentelemetry.metrics" not in sys.modules and (
         "OTEL_PYTHON_METER_PROVIDER" not in os.environ
     ):
         return None
     from opentelemetry import metrics
 
-    # The API has no public name for what stands in until a provider is set.
+    # The API's placeholder for a provider that is not yet set has no public name.
     provider = metrics.get_meter_provider()
-    silent = isinstance(provider, metrics.NoOpMeterProvider) or (
+    is_placeholder = isinstance(provider, metrics.NoOpMeterProvider) or (
         type(provider).__name__ == "_ProxyMeterProvider"
     )
-    return None if silent else metrics.get_meter("qkit")
+    return None if is_placeholder else metrics.get_meter("qkit")
 
 
 class Telemetry:
-    """Spans and metrics by the messaging conventions: of each send, and of each handler call."""
+    """Spans and metrics of sends and handler calls, by OpenTelemetry's messaging conventions."""
 
     def __init__(self, backend: str) -> None:
         self._system = _SYSTEMS.get(backend, backend)
         self._tracer: Tracer | None = None
         self._instruments: _Instruments | None = None
-        self.enabled = False  # whether anybody listens; look here first on a hot path
+        self.enabled: bool = False  # whether a provider is set; check it first on a hot path
 
     def start(self, counts: Callable[[], Mapping[str, Counts]] | None = None) -> None:
-        """Take the providers that the program has set, if any.
+        """Use the providers that the program has set, if any.
 
-        ``counts`` tells the failures of each channel so far, whenever metrics are collected.
+        Args:
+            counts: Returns the failure counters of each channel. It is called whenever metrics are
+                collected. Default: none.
         """
         self._tracer = _tracer()
         meter = _meter()
@@ -93,7 +106,7 @@ class Telemetry:
     def producer_span(
         self, channel: str, envelopes: Sequence[Envelope]
     ) -> AbstractContextManager[object]:
-        """A producer span around a send; writes its context into the envelopes' headers."""
+        """Return a producer span for a send; it writes its context to the envelopes' headers."""
         if self._tracer is None and self._instruments is None:
             return nullcontext()
         return self._send(channel, envelopes)
@@ -121,7 +134,7 @@ class Telemetry:
     def consumer_span(
         self, channel: str, group: str, envelopes: Sequence[Envelope]
     ) -> AbstractContextManager[object]:
-        """A consumer span around a handler call, linked to the spans that sent the messages."""
+        """Return a consumer span for a handler call, linked to the spans of the sends."""
         if self._tracer is None and self._instruments is None:
             return nullcontext()
         return self._handle(channel, group, envelopes)
@@ -142,7 +155,7 @@ class Telemetry:
             spans = [get_current_span(context).get_span_context() for context in contexts]
             with self._tracer.start_as_current_span(
                 f"process {channel}",
-                # One message continues its sender's trace; a batch has many and only links.
+                # One message continues the trace of its send; a batch only links to several traces.
                 context=contexts[0] if len(contexts) == 1 else None,
                 kind=SpanKind.CONSUMER,
                 links=[Link(span) for span in spans if span.is_valid],
@@ -154,11 +167,11 @@ class Telemetry:
     def _measured(
         self, operation: str, attributes: Mapping[str, AttributeValue], messages: int
     ) -> Generator[None, None, None]:
-        """Count and time what happens inside, with the type of what it raises."""
+        """Count and time the block, and record the type of its exception."""
         if self._instruments is None:
             yield
             return
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         labels = dict(attributes)
         try:
             yield
@@ -166,7 +179,7 @@ class Telemetry:
             labels["error.type"] = type(error).__qualname__
             raise
         finally:
-            self._instruments.record(operation, time.perf_counter() - began, messages, labels)
+            self._instruments.record(operation, time.perf_counter() - started_at, messages, labels)
 
     def _common(self, operation: str, channel: str) -> dict[str, AttributeValue]:
         return {
@@ -178,7 +191,7 @@ class Telemetry:
 
 
 class _Instruments:
-    """The instruments of the messaging conventions."""
+    """Metric instruments of OpenTelemetry's messaging conventions."""
 
     def __init__(self, meter: Meter) -> None:
         counter, histogram = meter.create_counter, meter.create_histogram
@@ -191,20 +204,20 @@ class _Instruments:
             ),
         }
         self._durations = {
-            "send": histogram("messaging.client.operation.duration", "s", "How long a send took."),
-            "process": histogram("messaging.process.duration", "s", "How long a handler took."),
+            "send": histogram("messaging.client.operation.duration", "s", "Duration of a send."),
+            "process": histogram("messaging.process.duration", "s", "Duration of a handler call."),
         }
 
     def record(
         self, operation: str, seconds: float, messages: int, labels: Mapping[str, AttributeValue]
     ) -> None:
-        """One send or handler call, of one message or several."""
+        """Record a send or handler call of one or more messages."""
         self._counts[operation].add(messages, labels)
         self._durations[operation].record(seconds, labels)
 
 
 def _observe(meter: Meter, system: str, counts: Callable[[], Mapping[str, Counts]]) -> None:
-    """Failures, which no convention names: read from the service's counters when asked."""
+    """Register failure counters, which the conventions lack; they are read when collected."""
     from opentelemetry.metrics import CallbackOptions, Observation
 
     def callback(field: str) -> Callable[[CallbackOptions], list[Observation]]:
@@ -228,7 +241,7 @@ def _observe(meter: Meter, system: str, counts: Callable[[], Mapping[str, Counts
 def _described(
     common: Mapping[str, AttributeValue], envelopes: Sequence[Envelope]
 ) -> dict[str, AttributeValue]:
-    """A span's attributes: what a metric's are, and which message it was."""
+    """Return the attributes of a span: the common ones and those of the messages."""
     attributes = dict(common)
     if len(envelopes) == 1:
         attributes["messaging.message.id"] = envelopes[0].id
@@ -239,7 +252,7 @@ def _described(
 
 
 def inject(headers: MutableMapping[str, str]) -> None:
-    """Write the current trace context into ``headers``, unless they carry one already."""
+    """Write the current trace context to ``headers``, unless they already have one."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     if "traceparent" not in headers:
@@ -247,7 +260,7 @@ def inject(headers: MutableMapping[str, str]) -> None:
 
 
 def extract(headers: Mapping[str, str]) -> Context:
-    """The trace context inside ``headers``."""
+    """Return the trace context in ``headers``."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator().extract(headers)

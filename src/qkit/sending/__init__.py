@@ -1,4 +1,4 @@
 """Policies between ``QueueService.send`` and ``Backend.publish``.
 
-May import: ``wiring`` and what lies below it; no backend.
+May import: ``wiring`` and the packages below it; no backend.
 """

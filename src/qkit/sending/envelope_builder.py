@@ -1,4 +1,4 @@
-"""Check the options of a send and build the envelope."""
+"""Construction of envelopes from a body and the options of a send."""
 
 from __future__ import annotations
 
@@ -21,22 +21,41 @@ MAX_KEY_LENGTH = 1_024
 
 
 class SendOptions(TypedDict, total=False):
-    """What a send may say beside its body."""
+    """Options for sending a message.
+
+    ``send``, ``send_many`` and ``publish`` take them as keyword arguments.
+
+    Attributes:
+        priority: From 0, the lowest, to the channel's ``max_priority`` (9 unless configured).
+            Default: 5, or ``max_priority`` if that is lower.
+        delay: Seconds from the send until the message may be delivered. Default: none.
+        ttl: Seconds from the send until the message expires, unless a handler has already started.
+            Default: the ``ttl`` of the channel.
+        key: Messages with the same key keep their order in an ``ordered`` channel. On Kafka the key
+            also selects the partition. 1 to 1024 characters. Default: no key.
+        headers: Names and text values for handlers and other programs. Default: none.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit import QueueService, SendOptions, Settings
+        >>> options: SendOptions = {"priority": 8, "headers": {"tenant": "acme"}}
+        >>> async def main() -> None:
+        ...     async with QueueService(Settings(type="native")) as service:
+        ...         await service.send("orders", {"id": 1}, **options)
+        ...         print((await service.peek("orders"))[0].headers["tenant"])
+        >>> asyncio.run(main())
+        acme
+    """
 
     priority: int | None
-    """0 is the lowest; the channel's ``max_priority`` (9 unless configured) the highest."""
     delay: float | None
-    """Seconds before the message may be delivered."""
     ttl: float | None
-    """Seconds after which it expires, unless a handler has begun with it."""
     key: str | None
-    """What must stay in order on an ``ordered`` channel; the partition on Kafka."""
     headers: Mapping[str, str] | None
-    """Facts beside the body, for handlers and other programs."""
 
 
 def build_envelope(route: Route, body: object, clock: Clock, options: SendOptions) -> Envelope:
-    """Check the options and encode the body. Raises before anything leaves the process."""
+    """Check the options, encode the body and return the envelope; raise if either is invalid."""
     try:
         data, headers = route.codec.encode(body)
         envelope = Envelope(new_id(), data, headers)
@@ -51,7 +70,7 @@ def build_envelope(route: Route, body: object, clock: Clock, options: SendOption
 def build_encoded_envelope(
     route: Route, id: str, data: bytes, headers: dict[str, str], clock: Clock, options: SendOptions
 ) -> Envelope:
-    """Do the same for a body that is encoded already, under an id of the caller's."""
+    """Check the options and return the envelope of an encoded body with a given id."""
     envelope = Envelope(id, data, headers)
     if options or route.ttl is not None:
         _apply(envelope, route, clock, **options)
@@ -62,8 +81,12 @@ def _apply_checked(envelope: Envelope, route: Route, clock: Clock, options: Send
     for option in options:
         if option not in SendOptions.__annotations__:
             near = difflib.get_close_matches(option, SendOptions.__annotations__, 1)
-            known = near[0] if near else ", ".join(SendOptions.__annotations__)
-            raise TypeError(f"a send has no option {option!r}; did you mean {known}?")
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"the options are {', '.join(SendOptions.__annotations__)}"
+            )
+            raise TypeError(f"unknown send option {option!r}; {hint}")
     _apply(envelope, route, clock, **options)
 
 
@@ -92,23 +115,26 @@ def _apply(
 def _key(key: str) -> str:
     if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_LENGTH or not is_plain_text(key):
         raise ValueError(
-            f"key={key!r:.40}: a key is a str of 1 to {MAX_KEY_LENGTH} characters, none of them a "
-            "control character"
+            f"key={key!r:.40}: expected a str of 1 to {MAX_KEY_LENGTH} characters without control "
+            "characters"
         )
     return key
 
 
 def _headers(given: Mapping[str, str], added: dict[str, str]) -> dict[str, str]:
-    """The caller's headers with qkit's; the caller may name the type of bytes, and no more."""
+    """Merge the caller's headers with those that qkit adds.
+
+    Of the latter, the caller may set only the content type of a ``bytes`` body.
+    """
     headers = check_headers(given)
     for name in headers:
         if name.lower() == CONTENT_ENCODING:
             raise InvalidHeader(
-                f"header {name!r} says how qkit encoded the body: set compression in the settings"
+                f"header {name!r} is set by qkit: set compression in the settings instead"
             )
         if name.lower() == CONTENT_TYPE and CONTENT_TYPE not in added:
             raise InvalidHeader(
-                f"header {name!r}: this body is sent as JSON; pass bytes to send another type"
+                f"header {name!r}: this body is sent as JSON; pass bytes to set another type"
             )
     own = {name: value for name, value in headers.items() if name.lower() != CONTENT_TYPE}
     named = [headers[name] for name in headers.keys() - own.keys()]
@@ -118,19 +144,20 @@ def _headers(given: Mapping[str, str], added: dict[str, str]) -> dict[str, str]:
 def _priority(route: Route, priority: int) -> int:
     if route.max_priority is None:
         raise Unsupported(
-            f"{route.name!r} has no priorities on this backend; send to one channel per urgency",
+            f"{route.name!r}: this backend does not support priorities; use one channel per "
+            "urgency",
             operation="send",
             queue=route.name,
         )
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidPriority(
-            f"priority={priority!r:.40}: a whole number from 0 to {route.max_priority}",
+            f"priority={priority!r:.40}: expected an integer from 0 to {route.max_priority}",
             queue=route.name,
         )
     if not 0 <= priority <= route.max_priority:
         raise InvalidPriority(
-            f"priority={priority}: {route.name!r} takes 0 (lowest) to {route.max_priority}; "
-            "raise max_priority to have more",
+            f"priority={priority}: {route.name!r} accepts 0 (lowest) to {route.max_priority}; "
+            "raise max_priority to use higher priorities",
             queue=route.name,
         )
     return priority
@@ -141,7 +168,7 @@ def _schedule(
 ) -> None:
     if ttl is not None and not route.can_expire:
         raise Unsupported(
-            f"{route.name!r}: this backend cannot expire a message; leave ttl out",
+            f"{route.name!r}: this backend does not support TTLs; leave ttl out",
             operation="send",
             queue=route.name,
         )
@@ -149,13 +176,15 @@ def _schedule(
     _check_seconds("ttl", ttl, zero=False)
     if delay and not route.can_delay:
         raise Unsupported(
-            f"{route.name!r}: this backend cannot delay a message; send it when it is due",
+            f"{route.name!r}: this backend does not support delays; send the message when it is "
+            "due",
             operation="send",
             queue=route.name,
         )
     if delay is not None and ttl is not None and delay >= ttl:
         raise ValueError(
-            f"delay={delay:g} is not less than ttl={ttl:g}: the message would expire unseen"
+            f"delay={delay:g} must be less than ttl={ttl:g}: the message would expire before its "
+            "delivery"
         )
     now = clock.time()
     envelope.not_before = now + delay if delay else None
@@ -167,5 +196,5 @@ def _check_seconds(name: str, value: float | None, *, zero: bool) -> None:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        wanted = "zero or more" if zero else "more than zero"
-        raise ValueError(f"{name}={value!r:.40}: a number of seconds, {wanted}")
+        minimum = "0 or more" if zero else "more than 0"
+        raise ValueError(f"{name}={value!r:.40}: expected a number of seconds, {minimum}")

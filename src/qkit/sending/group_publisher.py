@@ -1,7 +1,8 @@
-"""``GroupPublisher``: at most one publish of a group of messages in flight.
+"""``GroupPublisher``: publishes the messages of one group, with one publish in flight at a time.
 
-A send goes out at once while no publish of its group is in flight; sends that arrive meanwhile
-share the next round trip. So a lone send never waits, and a hundred at once cost two round trips.
+A send is published immediately if no publish of its group is in flight. Sends that arrive during a
+publish share the next round trip. Thus a single send never waits, and a hundred concurrent sends
+need two round trips.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ class _Waiting(NamedTuple):
 
     envelopes: Sequence[Envelope]
     result: asyncio.Future[list[Sent]]
-    end: float  # of the loop's time, when its sender gives up
+    end: float  # the deadline, in the loop's time
 
 
 class GroupPublisher:
-    """Publishes the messages of one group.
+    """Publisher of the messages of one group.
 
     Args:
         guarded: The backend.
         publish: Publishes envelopes of this group on the backend.
-        name: Name of the task that publishes what waited.
+        name: Name of the task that publishes waiting sends.
 
     Attributes:
-        publish: As given.
-        coalescer: While it is not busy a caller may publish with its ``run_now``; otherwise it
-            must ``join``.
+        publish: The ``publish`` argument.
+        coalescer: Collects waiting sends. While it is not busy, a caller may publish through its
+            ``run_now``; otherwise the caller must ``join``.
     """
 
     def __init__(self, guarded: GuardedBackend, publish: Publish, *, name: str) -> None:
         self.publish = publish
-        self.coalescer = Coalescer(
+        self.coalescer: Coalescer[_Waiting] = Coalescer(
             self._publish_waiting, max_size=MAX_BATCH_MESSAGES, size=_size, name=name
         )
         self._guarded = guarded
@@ -56,12 +57,20 @@ class GroupPublisher:
         self._expiry: asyncio.TimerHandle | None = None
 
     def join(self, envelopes: Sequence[Envelope], end: float) -> asyncio.Future[list[Sent]]:
-        """Wait for the next publish. One timer serves all that wait; ``end`` is the sender's own.
+        """Add messages to the next publish.
 
-        A deadline for each would cost as much as the rest of the send.
+        One timer serves all waiting sends, because a timer for each would cost as much as the rest
+        of the send.
+
+        Args:
+            envelopes: The messages.
+            end: The deadline, in the loop's time. It must not be before that of an earlier call.
+
+        Returns:
+            A future of the results, one for each message.
 
         Raises:
-            CircuitOpen: While the circuit is open.
+            CircuitOpen: The circuit is open.
         """
         self._guarded.breaker.check()
         loop = self._timer.loop
@@ -72,7 +81,7 @@ class GroupPublisher:
         return waiting.result
 
     async def close(self) -> None:
-        """Give up what is still in progress: its senders get ``SendTimeout``."""
+        """Fail the sends that are still in progress with ``SendTimeout``."""
         for waiting in await self.coalescer.close():
             if not waiting.result.done():
                 waiting.result.set_exception(self._guarded.timeout_error())
@@ -81,7 +90,7 @@ class GroupPublisher:
             self._expiry = None
 
     def _expire(self) -> None:
-        """Fail the sends whose time is up. They wait in the order of their ends."""
+        """Fail the sends whose deadline has passed; sends wait in the order of their deadlines."""
         self._expiry = None
         now = self._timer.loop.time()
         for waiting in self.coalescer.pending():
@@ -93,13 +102,13 @@ class GroupPublisher:
             waiting.result.set_exception(self._guarded.timeout_error())
 
     async def _publish_waiting(self, batch: list[_Waiting]) -> None:
-        """Publish what waited, and give each sender its own result."""
+        """Publish a batch of waiting sends and set the result of each."""
         batch = [waiting for waiting in batch if not waiting.result.done()]
         envelopes = [envelope for waiting in batch for envelope in waiting.envelopes]
         if not batch:
             return
-        # Each sender gives up in its own time. This deadline keeps a backend that never answers
-        # from holding up those that come later.
+        # Each send has its own deadline. This deadline keeps a backend that never responds from
+        # blocking later sends.
         deadline = Deadline(self._timer)
         results: Sequence[Sent | QueueError]
         try:
@@ -115,7 +124,7 @@ class GroupPublisher:
 
 
 def message_id_of(envelopes: Sequence[Envelope]) -> str | None:
-    """Return the id of the only message; ``None`` for several."""
+    """Return the id of a single message; ``None`` for several."""
     return envelopes[0].id if len(envelopes) == 1 else None
 
 
@@ -124,7 +133,10 @@ def _size(waiting: _Waiting) -> int:
 
 
 def _fail_all(batch: list[_Waiting], error: Exception) -> None:
-    """Give each sender an error of its own: raising adds to it, and it names one message."""
+    """Fail each send with its own copy of an error.
+
+    A shared error would collect the tracebacks of all senders and name only one message.
+    """
     for waiting in batch:
         if waiting.result.done():
             continue
@@ -135,25 +147,25 @@ def _fail_all(batch: list[_Waiting], error: Exception) -> None:
 
 
 def _distribute_results(batch: list[_Waiting], results: Sequence[Sent | QueueError]) -> None:
-    """Give each sender its own part of a publish's results."""
+    """Set the result of each send from the results of a publish."""
     start = 0
     for envelopes, result, _ in batch:
         end = start + len(envelopes)
-        mine = results[start:end]
+        own = results[start:end]
         start = end
         if result.done():
             continue
-        if len(mine) == 1:  # as nearly all
-            (only,) = mine
+        if len(own) == 1:  # the common case
+            (only,) = own
             if isinstance(only, QueueError):
                 result.set_exception(only)
             else:
                 result.set_result([only])
             continue
-        sent = [item for item in mine if isinstance(item, Sent)]
-        if len(sent) == len(mine):
+        sent = [item for item in own if isinstance(item, Sent)]
+        if len(sent) == len(own):
             result.set_result(sent)
         else:
             result.set_exception(
-                PartialSend(f"{len(sent)} of {len(mine)} messages were accepted", list(mine))
+                PartialSend(f"{len(sent)} of {len(own)} messages were confirmed", list(own))
             )

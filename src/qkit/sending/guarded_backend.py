@@ -1,4 +1,4 @@
-"""``GuardedBackend``: calls of a backend through the circuit breaker, with a deadline."""
+"""``GuardedBackend``: backend calls through the circuit breaker, with a deadline."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar, TypeVarTuple
 
 from qkit._internal.deadlines import Deadline, DeadlineTimer
+from qkit.backend import Backend
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout
-from qkit.observability.connection_state import ConnectionState
+from qkit.observability.connection_state import ConnectionState, ConnectionTracker
 from qkit.sending.circuit_breaker import CircuitBreaker
 from qkit.wiring import Wiring
 
@@ -18,21 +19,30 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class GuardedBackend:
-    """A backend whose calls are refused while the circuit is open.
+    """Backend whose calls are rejected while the circuit is open.
 
-    The outcome of each call is recorded once, for the breaker and for the connection's state: a
-    hundred sends that share a round trip meet one failure.
+    Each call is recorded once, in the breaker and in the connection state: a failed round trip
+    counts as one failure, even if a hundred sends share it.
+
+    Args:
+        wiring: Objects shared by all parts of the service.
+
+    Attributes:
+        backend: The backend.
+        connection: The state of the connection.
+        breaker: The circuit breaker.
+        timer: The deadline timer of all sends.
     """
 
     def __init__(self, wiring: Wiring) -> None:
-        self.backend = wiring.backend
-        self.connection = wiring.connection
-        self.breaker = CircuitBreaker(
+        self.backend: Backend = wiring.backend
+        self.connection: ConnectionTracker = wiring.connection
+        self.breaker: CircuitBreaker = CircuitBreaker(
             failure_threshold=wiring.settings.breaker.failure_threshold,
             recovery_timeout=wiring.settings.breaker.recovery_timeout,
             clock=wiring.clock,
         )
-        self.timer = DeadlineTimer(wiring.settings.send_timeout)
+        self.timer: DeadlineTimer = DeadlineTimer(wiring.settings.send_timeout)
 
     async def call(
         self,
@@ -40,16 +50,19 @@ class GuardedBackend:
         function: Callable[[*Arguments], Awaitable[R]],
         *arguments: *Arguments,
     ) -> R:
-        """Call the backend.
+        """Call the backend through the circuit breaker, and record whether the connection works.
 
         Args:
-            deadline: The deadline under which the caller awaits this.
-            function: The backend's method.
-            arguments: Its arguments.
+            deadline: The deadline that the caller has entered.
+            function: A method of the backend.
+            *arguments: Its arguments.
+
+        Returns:
+            The result of the method.
 
         Raises:
-            CircuitOpen: At once, while the circuit is open.
-            QueueError: What the backend raised.
+            CircuitOpen: The circuit is open; the backend was not called.
+            QueueError: The backend raised it.
         """
         breaker, connection = self.breaker, self.connection
         probe = bool(breaker.failures) and breaker.admit()
@@ -59,13 +72,13 @@ class GuardedBackend:
             breaker.record_failure(probe=probe)
             connection.record_failure(error)
             raise
-        except QueueError:  # the broker answered: the connection works
+        except QueueError:  # the broker responded, so the connection works
             self._record_success()
             raise
         except BaseException:
-            if deadline.expired:  # the broker took the message and fell silent
+            if deadline.expired:  # the broker did not respond in time
                 breaker.record_failure(probe=probe)
-                timeout = TimeoutError(f"no answer within {self.timer.seconds:g} s")
+                timeout = TimeoutError(f"no response within {self.timer.seconds:g} s")
                 connection.record_failure(timeout)
             else:
                 breaker.release_probe(probe=probe)
@@ -79,13 +92,17 @@ class GuardedBackend:
         self.connection.record_success()
 
     def timeout_error(self, failures: Sequence[QueueError] = ()) -> SendTimeout:
-        """Return the error of a send whose time is up; ``failures`` are those of its attempts."""
+        """Return the error of a send whose deadline has passed.
+
+        Args:
+            failures: The connection failures of its attempts. Default: none.
+        """
         return SendTimeout(
             f"no confirmation within {self.timer.seconds:g} s; "
             + (
                 f"the connection failed {len(failures)} times, last: {failures[-1].message}"
                 if failures
                 else "the message may or may not have arrived: send it again if a duplicate "
-                "does no harm"
+                "is harmless"
             )
         )

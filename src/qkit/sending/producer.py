@@ -1,4 +1,4 @@
-"""``Producer``: find the route, build the envelope, declare the queue if needed, send, count."""
+"""``Producer``: sends the messages of a service and waits for their confirmation."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 MAX_MESSAGES_PER_SEND = 500
 
-#: Between the attempts of one send; its deadline ends them.
+#: Delays between the attempts of one send, until its deadline.
 SEND_BACKOFF = Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1)
 
 
 class Producer:
-    """What ``QueueService.send`` and its siblings do.
+    """Implementation of ``QueueService.send``, ``publish`` and ``send_many``.
 
     Args:
-        wiring: What the service shares.
-        require: Called with an operation's name; raises ``LifecycleError`` if it is too early or
-            too late for it.
+        wiring: Objects shared by all parts of the service.
+        require: Takes the name of an operation; raises ``LifecycleError`` if the service is not
+            running.
     """
 
     def __init__(self, wiring: Wiring, require: Callable[[str], None]) -> None:
-        self.guarded = GuardedBackend(wiring)
+        self.guarded: GuardedBackend = GuardedBackend(wiring)
         self._backend = wiring.backend
         self._clock = wiring.clock
         self._registry = wiring.registry
@@ -53,12 +53,12 @@ class Producer:
         self._accepting = False
 
     def open(self) -> None:
-        """Accept sends from here on; they are traced if telemetry is on by now."""
+        """Start accepting sends, and trace them if telemetry is enabled."""
         self._accepting = True
         self._transmit = self._send_traced if self._telemetry.enabled else self.send_to_queue
 
     def close(self) -> None:
-        """Refuse further sends."""
+        """Reject further sends."""
         self._accepting = False
 
     @shown_as("QueueService.send")
@@ -85,7 +85,7 @@ class Producer:
     async def send_many(
         self, channel: Channel[T] | str, bodies: Iterable[object], options: SendOptions
     ) -> list[Sent]:
-        """Many messages to a queue, in groups; ``PartialSend`` unless all were accepted."""
+        """Send many messages to a queue, in batches; raise ``PartialSend`` unless all succeed."""
         route = self._route(channel, "send")
         envelopes = [build_envelope(route, body, self._clock, options) for body in bodies]
         results: list[Sent | QueueError] = []
@@ -97,13 +97,13 @@ class Producer:
                 results += error.results
             except QueueError as error:
                 if start == 0:
-                    raise  # nothing was accepted: the plain error says more
+                    raise  # nothing was confirmed, so this error says more than ``PartialSend``
                 results += [error] * (len(envelopes) - start)
                 break
         sent = [item for item in results if isinstance(item, Sent)]
         if len(sent) < len(envelopes):
             raise PartialSend(
-                f"{len(sent)} of {len(envelopes)} messages were accepted; see .results",
+                f"{len(sent)} of {len(envelopes)} messages were confirmed; see .results",
                 results,
                 backend=self._backend.name,
                 operation="send_many",
@@ -112,13 +112,13 @@ class Producer:
         return sent
 
     async def replay(self, name: str, envelopes: Sequence[Envelope], *, topic: bool) -> list[Sent]:
-        """Messages that were sent before, as they are, to their channel."""
+        """Send the envelopes of dead letters back to their channel, unchanged."""
         return await self.send_envelopes(
             self._routes.resolve(self._channel(name, broadcast=topic)), list(envelopes)
         )
 
     async def send_envelopes(self, route: Route, envelopes: list[Envelope]) -> list[Sent]:
-        """Send envelopes to a channel, and count them."""
+        """Send envelopes to a channel and count them."""
         try:
             sent = await self._transmit(route, route.queue, envelopes)
         except PartialSend as error:
@@ -134,7 +134,7 @@ class Producer:
     async def send_to_queue(
         self, route: Route, queue: str, envelopes: list[Envelope]
     ) -> list[Sent]:
-        """Send to a queue of the route; declare it if needed, also if it was deleted since."""
+        """Send to a queue of the route; declare it if it was never declared or was deleted."""
         batcher = self._batchers.get(queue)
         if batcher is None:
             batcher = self._batchers[queue] = SendBatcher(self.guarded, queue, SEND_BACKOFF)
@@ -146,9 +146,9 @@ class Producer:
         return await batcher.send(envelopes, prepare=functools.partial(self.declare, route))
 
     def dead_letter_writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
-        """Return a function that writes a dead letter and returns once it is confirmed.
+        """Return a function that writes a dead letter and waits for the confirmation.
 
-        ``None`` if the channel keeps none.
+        Returns ``None`` if the channel has no dead-letter queue.
         """
         letters = route.dead_letter
         if letters is None:
@@ -160,7 +160,7 @@ class Producer:
         return write
 
     async def drain(self) -> None:
-        """Wait until every send has returned, for as long as a send may take; then give up."""
+        """Wait up to the send timeout until all sends have returned, then fail the rest."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.guarded.timer.seconds):
                 while busy := [item for item in self._batchers.values() if item.in_progress]:
@@ -169,14 +169,17 @@ class Producer:
             await batcher.close()
 
     async def declare(self, route: Route) -> None:
-        """Declare a channel and its dead-letter queue, unless that was done."""
+        """Declare a channel and its dead-letter queue, unless this was already done."""
         async with self._declaring:
             if route.declared:
                 return
             await self._declare(route, again=False)
 
     async def redeclare(self, route: Route) -> None:
-        """Declare a channel that may be gone; what another service declared since stays."""
+        """Declare a channel that may have been deleted.
+
+        If another service has declared the channel in the meantime, its options are kept.
+        """
         async with self._declaring:
             await self._declare(route, again=True)
 
@@ -187,12 +190,12 @@ class Producer:
         route.declared = True
 
     def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:
-        """The channel's route; the wrong verb is refused."""
+        """Return the route of a channel; raise if ``verb`` does not match its kind."""
         self._require(verb)
         route = self._routes.get(channel) if isinstance(channel, str) else None
         if route is None:
             route = self._routes.resolve(self._channel(channel, broadcast=verb == "publish"))
-        # Without queues both verbs say the same.
+        # On a backend without queues, both verbs do the same.
         if route.broadcast is not (verb == "publish") and self._backend.capabilities.queues:
             kind, right = ("topic", "publish") if route.broadcast else ("queue", "send")
             raise Unsupported(

@@ -1,7 +1,7 @@
-"""``SendBatcher``: sends to one queue, with deadline, retries and batching.
+"""``SendBatcher``: sends to one queue, with deadlines, retries and batching.
 
-A queue is one group of messages, unless the backend names groups (``PublishGroups``): of each
-group one publish is in flight at a time, and groups do not wait for each other.
+A queue is one group of messages, unless the backend divides it into groups (``PublishGroups``).
+Each group has at most one publish in flight, and groups do not wait for each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ Prepare = Callable[[], Awaitable[None]]
 
 
 class SendBatcher:
-    """Sends envelopes to one queue; never hangs, never reports what was not confirmed."""
+    """Sender of envelopes to one queue.
+
+    A send ends by its deadline, and succeeds only if the broker has confirmed all its messages.
+
+    Args:
+        guarded: The backend.
+        queue: The name of the queue on the broker.
+        backoff: Delays between the attempts of one send.
+    """
 
     def __init__(self, guarded: GuardedBackend, queue: str, backoff: Backoff) -> None:
         self._guarded = guarded
@@ -34,7 +42,7 @@ class SendBatcher:
         self._queue = queue
         self._backoff = backoff
         self._groups: dict[Hashable, GroupPublisher] = {}
-        self._only_group: GroupPublisher | None = None  # none if the backend names groups
+        self._only_group: GroupPublisher | None = None  # None if the backend has groups
         self._backend: PublishGroups | None = None
         if isinstance(guarded.backend, PublishGroups):
             self._backend = guarded.backend
@@ -45,22 +53,25 @@ class SendBatcher:
                 name=f"qkit send {queue}",
             )
         self._in_progress = 0
-        self._idle: asyncio.Event | None = None  # set when nothing is in progress any more
+        self._idle: asyncio.Event | None = None  # set when no send is in progress
 
     async def send(
         self, envelopes: Sequence[Envelope], *, prepare: Prepare | None = None
     ) -> list[Sent]:
-        """Return once the broker has confirmed the envelopes.
+        """Send envelopes and wait until the broker has confirmed them.
 
         Args:
             envelopes: The messages.
-            prepare: Called first, under the same deadline: it declares the queue.
+            prepare: Called first, under the same deadline, to declare the queue.
+
+        Returns:
+            One ``Sent`` for each envelope, in order.
 
         Raises:
-            SendTimeout: After the deadline.
-            CircuitOpen: At once, while the circuit is open.
-            PartialSend: When only some were accepted.
-            QueueError: What the backend raised.
+            SendTimeout: The deadline has passed.
+            CircuitOpen: The circuit is open.
+            PartialSend: Only some messages were confirmed.
+            QueueError: The backend raised it.
         """
         deadline = Deadline(self._timer)
         self._in_progress += 1
@@ -96,23 +107,23 @@ class SendBatcher:
                 self._idle.set()
 
     async def drain(self) -> None:
-        """Wait until no send is in progress any more; the caller sets the deadline."""
+        """Wait until no send is in progress; the caller limits the wait."""
         while self._in_progress:
             self._idle = asyncio.Event()
             await self._idle.wait()
 
     async def close(self) -> None:
-        """Give up what is still in progress: its senders get ``SendTimeout``."""
+        """Fail the sends that are still in progress with ``SendTimeout``."""
         for group in list(self._groups.values()):
             await group.close()
 
     @property
     def in_progress(self) -> bool:
-        """Whether a send has not returned yet."""
+        """Whether a send is in progress."""
         return self._in_progress > 0
 
     def _common_group(self, envelopes: Sequence[Envelope]) -> GroupPublisher | None:
-        """Return the group of a single message; several may have different ones."""
+        """Return the group of a single message; ``None`` for several, whose groups may differ."""
         if len(envelopes) != 1:
             return None
         assert self._backend is not None
@@ -130,38 +141,40 @@ class SendBatcher:
         return group
 
     async def _send_to_groups(self, envelopes: Sequence[Envelope], end: float) -> list[Sent]:
-        """Divide messages among their groups, and wait for the results of all.
+        """Divide messages among their groups and wait for all results.
 
-        Raises ``PartialSend`` unless all were accepted, or all failed for one reason.
+        Raises:
+            PartialSend: Some messages failed, or all failed for different reasons.
+            QueueError: All failed for the same reason.
         """
         backend, queue = self._backend, self._queue
         assert backend is not None
-        places: dict[Hashable, list[int]] = {}
-        for place, envelope in enumerate(envelopes):
-            places.setdefault(backend.publish_group(queue, envelope), []).append(place)
-        if len(places) == 1:
-            (name,) = places
+        positions: dict[Hashable, list[int]] = {}
+        for position, envelope in enumerate(envelopes):
+            positions.setdefault(backend.publish_group(queue, envelope), []).append(position)
+        if len(positions) == 1:
+            (name,) = positions
             return await self._group(name).join(envelopes, end)
         parts = [
-            (self._group(name), [envelopes[place] for place in mine])
-            for name, mine in places.items()
+            (self._group(name), [envelopes[position] for position in members])
+            for name, members in positions.items()
         ]
         outcomes: list[list[Sent] | BaseException] = []
-        if self._guarded.breaker.state is BreakerState.HALF_OPEN:  # it admits one call, the probe
+        if self._guarded.breaker.state is BreakerState.HALF_OPEN:  # admits only one trial call
             group, part = parts.pop(0)
             try:
                 outcomes.append(await group.join(part, end))
             except QueueError as error:
                 if self._guarded.breaker.failures:
-                    raise  # the probe failed
+                    raise  # the trial call failed
                 outcomes.append(error)
         outcomes += await asyncio.gather(
             *(group.join(part, end) for group, part in parts), return_exceptions=True
         )
         results: dict[int, Sent | QueueError] = {}
-        for mine, outcome in zip(places.values(), outcomes, strict=True):
-            results.update(zip(mine, _results(outcome, len(mine)), strict=True))
-        ordered = [results[place] for place in range(len(envelopes))]
+        for members, outcome in zip(positions.values(), outcomes, strict=True):
+            results.update(zip(members, _results(outcome, len(members)), strict=True))
+        ordered = [results[position] for position in range(len(envelopes))]
         sent = [item for item in ordered if isinstance(item, Sent)]
         if len(sent) < len(ordered):
             raise PartialSend.of(ordered, backend=self._guarded.backend.name, queue=self._queue)
@@ -174,11 +187,11 @@ class SendBatcher:
         prepare: Prepare | None,
         failure: BackendUnavailable | None,
     ) -> list[Sent]:
-        """Try again while the connection fails, until ``end``.
+        """Retry while the connection fails, until ``end`` in the loop's time.
 
-        ``failure`` is that of a first try.
+        ``failure`` is the error of the first attempt, or ``None`` if there was none.
         """
-        # A timer of its own: the deadlines of the usual one end in the order in which they began.
+        # Use a separate timer, because all deadlines of the shared timer have the same length.
         deadline = Deadline(DeadlineTimer(end - self._timer.loop.time()))
         pending = [] if prepare is None else [prepare]
         failures: list[QueueError] = []
@@ -186,7 +199,8 @@ class SendBatcher:
         async def attempt() -> list[Sent]:
             while pending:
                 await self._guarded.call(deadline, pending[0])
-                pending.pop()  # once: done again it would touch no broker, yet count as an answer
+                # Prepare once: a second call would do nothing, but count as a working connection.
+                pending.pop()
             group = self._only_group or self._common_group(envelopes)
             if group is None:
                 return await self._send_to_groups(envelopes, self._timer.deadline_from_now())
@@ -209,7 +223,7 @@ class SendBatcher:
                     attempt, backoff=self._backoff, on_failure=record
                 )
         except CircuitOpen as error:
-            if failures:  # its own tries were among those that opened the circuit
+            if failures:  # failures of this send contributed to opening the circuit
                 raise error from failures[-1]
             raise
         except TimeoutError:
@@ -223,14 +237,14 @@ class SendBatcher:
         self._locate(error, envelopes)
         failures.append(error)
         logger.warning(
-            "%s: sending failed, trying again: %s",
+            "%s: send failed, retrying: %s",
             self._queue,
             error.message,
             extra={"queue": self._queue, "attempt": len(failures), "error": str(error)},
         )
 
     def _locate(self, error: QueueError, envelopes: Sequence[Envelope]) -> None:
-        """Complete an error with the place where it happened."""
+        """Add the backend, queue and message id to an error."""
         error.located(
             backend=self._guarded.backend.name,
             operation="send",
@@ -240,7 +254,7 @@ class SendBatcher:
 
 
 def _results(outcome: list[Sent] | BaseException, count: int) -> Sequence[Sent | QueueError]:
-    """Return the result of each message of a part; raises what is no ``QueueError``."""
+    """Return a result for each of ``count`` messages; raise errors other than ``QueueError``."""
     if isinstance(outcome, PartialSend):
         return outcome.results
     if isinstance(outcome, QueueError):

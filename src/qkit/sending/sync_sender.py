@@ -1,4 +1,4 @@
-"""``service.sync``: blocking sends for threads other than the event loop's."""
+"""``SyncSender``: blocking sends for threads other than the event loop's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class AsyncSender(Protocol):
-    """What ``SyncSender`` calls in the event loop: the sends of a ``QueueService``."""
+    """Asynchronous send methods of a ``QueueService``."""
 
     def send(
         self, channel: str, body: object, **options: Unpack[SendOptions]
@@ -32,15 +32,15 @@ class AsyncSender(Protocol):
 
 
 class BlockingSends:
-    """``send``, ``send_many`` and ``publish`` as plain calls that wait for an event loop.
+    """Blocking ``send``, ``send_many`` and ``publish``.
 
-    A subclass says how a coroutine gets into the loop.
+    A subclass implements ``_in_loop``.
     """
 
     _sends: AsyncSender
 
     def _in_loop(self, operation: str, work: Callable[[], Coroutine[object, object, R]]) -> R:
-        """Create a coroutine in the loop, run it there and wait for its result."""
+        """Create a coroutine in the event loop, run it there and return its result."""
         raise NotImplementedError
 
     @overload
@@ -53,17 +53,25 @@ class BlockingSends:
         """Send one message to a queue and wait until the broker has confirmed it.
 
         Args:
-            channel: The queue, by its ``Channel`` or its name.
-            body: What is sent; checked against the channel's type.
-            **options: ``priority``, ``delay`` and ``ttl`` in seconds, ``key``, ``headers``.
+            channel: The queue, as a ``Channel`` or by name.
+            body: The body. It must match the channel's type.
+            **options: ``priority``, ``delay``, ``ttl``, ``key`` and ``headers``; see
+                ``SendOptions``.
 
         Returns:
-            The message's id and, where the broker knows it, its position.
+            The id of the message and, if the broker reports it, its position.
 
         Raises:
-            LifecycleError: In the thread of the service's event loop, before ``start``, after
-                ``shutdown``, in a forked process, or if the event loop ends meanwhile.
-            QueueError: As ``QueueService.send``.
+            LifecycleError: The service is not running, the call was made in the thread of its event
+                loop or in a forked process, or the event loop ended during the call.
+            QueueError: See ``QueueService.send``.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     sent = service.send("orders", {"id": 1}, priority=8, ttl=60)
+            ...     service.stats("orders").depth
+            1
         """
         return self._in_loop("send", lambda: self._sends.send(_name(channel), body, **options))
 
@@ -76,17 +84,32 @@ class BlockingSends:
     ) -> Sent:
         """Publish one message to a topic and wait until the broker has confirmed it.
 
+        Every group of the topic receives a copy.
+
         Args:
-            channel: The topic, by its ``Channel`` or its name.
-            body: What is published; checked against the channel's type.
+            channel: The topic, as a ``Channel`` or by name.
+            body: The body. It must match the channel's type.
             **options: As for ``send``.
 
         Returns:
-            The message's id.
+            The id of the message and, if the broker reports it, its position.
 
         Raises:
-            LifecycleError: As ``send``.
-            QueueError: As ``QueueService.publish``.
+            LifecycleError: See ``send``.
+            QueueError: See ``QueueService.publish``.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService, consume
+            >>> @consume("prices", broadcast=True, group="audit")
+            ... def audit(price: int) -> None:
+            ...     print("price", price)
+            ...     service.stop()
+            >>> service = SyncQueueService(Settings(type="native"))
+            >>> service.register(audit)
+            >>> with service:
+            ...     sent = service.publish("prices", 7)
+            ...     service.run()
+            price 7
         """
         return self._in_loop(
             "publish", lambda: self._sends.publish(_name(channel), body, **options)
@@ -109,54 +132,59 @@ class BlockingSends:
         """Send many messages to a queue and wait until the broker has confirmed them.
 
         Args:
-            channel: The queue, by its ``Channel`` or its name.
-            bodies: What is sent. An iterator is read in this thread, before anything is sent.
-            **options: As for ``send``; the same for all.
+            channel: The queue, as a ``Channel`` or by name.
+            bodies: The bodies. All are read in the calling thread before the first is sent.
+            **options: As for ``send``; they apply to every message.
 
         Returns:
             One ``Sent`` for each body, in order.
 
         Raises:
-            PartialSend: Only some were accepted; its ``results`` says which.
-            LifecycleError: As ``send``.
-            QueueError: As ``QueueService.send_many``.
+            PartialSend: Only some messages were confirmed. Its ``results`` holds a ``Sent`` or an
+                error for each body.
+            LifecycleError: See ``send``.
+            QueueError: See ``QueueService.send_many``.
+
+        Example:
+            >>> from qkit import Settings, SyncQueueService
+            >>> with SyncQueueService(Settings(type="native")) as service:
+            ...     len(service.send_many("orders", [{"id": 1}, {"id": 2}]))
+            2
         """
-        many: list[object] = list(bodies)  # reading an iterator may block, and must not in the loop
+        many: list[object] = list(bodies)  # an iterator may block, so do not read it in the loop
         return self._in_loop(
             "send_many", lambda: self._sends.send_many(_name(channel), many, **options)
         )
 
 
 class SyncSender(BlockingSends):
-    """The sends of a ``QueueService`` for other threads, such as a synchronous handler's.
+    """Blocking sends of a ``QueueService`` for other threads, such as synchronous handlers.
 
-    A service has one as ``service.sync``. Each call blocks its thread until the broker has
-    confirmed, so what a handler sent is safe before its own message is acknowledged. The calls
-    also work while the service drains.
-
-    >>> import asyncio
-    >>> from qkit import QueueService, Settings, consume
-    >>> @consume("orders")
-    ... def place(order: int) -> None:  # synchronous: it runs in a thread
-    ...     service.sync.send("invoices", order)
-    >>> @consume("invoices")
-    ... async def bill(order: int) -> None:
-    ...     print("invoice for order", order)
-    ...     service.stop()
-    >>> service = QueueService(Settings(type="native"))
-    >>> service.register(place)
-    >>> service.register(bill)
-    >>> async def main() -> None:
-    ...     async with service:
-    ...         await service.send("orders", 7)
-    ...         await service.run()
-    >>> asyncio.run(main())
-    invoice for order 7
+    Use it as ``service.sync``. Each call blocks its thread until the broker has confirmed the
+    message. A message that a handler sends is therefore confirmed before the handled message
+    is acked. The calls also work while the service drains.
 
     Args:
-        service: Where the sends run.
-        caller: Returns the entry to the service's event loop for the operation named; raises
-            ``LifecycleError`` if the service has not started or was shut down.
+        service: The service.
+        caller: Takes the name of an operation and returns the ``LoopCaller`` of the service's
+            event loop. Raises ``LifecycleError`` if the service is not running.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit import QueueService, Settings, consume
+        >>> @consume("orders")
+        ... def place(order: int) -> None:  # synchronous: runs in a thread
+        ...     service.sync.send("invoices", order)
+        ...     service.stop()
+        >>> service = QueueService(Settings(type="native"))
+        >>> service.register(place)
+        >>> async def main() -> None:
+        ...     async with service:
+        ...         await service.send("orders", 7)
+        ...         await service.run()
+        >>> asyncio.run(main())
+        >>> service.metrics().channels["invoices"].messages_sent
+        1
     """
 
     def __init__(self, service: AsyncSender, caller: Callable[[str], LoopCaller]) -> None:
@@ -167,7 +195,7 @@ class SyncSender(BlockingSends):
         caller = self._caller(operation)
         if running_loop() is caller.loop:
             raise LifecycleError(
-                f"service.sync.{operation}() would block the event loop that it waits for: write "
+                f"service.sync.{operation}() would block the event loop that it waits for: use "
                 f"`await service.{operation}(…)` in asynchronous code",
                 operation=operation,
             )
@@ -175,5 +203,5 @@ class SyncSender(BlockingSends):
 
 
 def _name(channel: Channel[T] | str) -> str:
-    """Pass a channel on where the overloads have already checked its type."""
+    """Return the channel unchanged, cast to ``str`` because the overloads have checked it."""
     return cast("str", channel)

@@ -1,6 +1,6 @@
-"""``QueueService``: the public class, and the runtime that starts and stops its parts.
+"""``QueueService`` and the runtime that starts and stops its parts.
 
-The only package that knows both the policies and the backends. May import: everything below
+The only package that imports both the policies and the backends. May import: everything below
 ``sync``.
 """
 

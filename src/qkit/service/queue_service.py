@@ -1,4 +1,4 @@
-"""``QueueService``: register handlers, send messages, consume, administer, shut down."""
+"""``QueueService``: the asynchronous entry point of qkit."""
 
 from __future__ import annotations
 
@@ -44,25 +44,39 @@ T = TypeVar("T")
 
 
 class QueueService:
-    """One service: its handlers, its sends, its connection.
+    """Asynchronous service that sends messages and runs handlers.
 
-    ``settings`` default to the environment's; ``backend`` replaces the one they would open;
-    ``middleware`` is wrapped around every handler, the first outermost.
+    Register handlers first, then use ``async with service:`` or ``run``. A service cannot be
+    restarted after its shutdown.
 
-    >>> import asyncio
-    >>> from qkit import QueueService, Settings, consume
-    >>> @consume("greetings")
-    ... async def greet(name: str) -> None:
-    ...     print(f"hello {name}")
-    ...     service.stop()
-    >>> service = QueueService(Settings(type="native"))
-    >>> service.register(greet)
-    >>> async def main() -> None:
-    ...     async with service:
-    ...         await service.send("greetings", "world")
-    ...         await service.run()
-    >>> asyncio.run(main())
-    hello world
+    Args:
+        settings: The settings. Default: read from the environment and the configuration file.
+        backend: A backend to use instead of the one in the settings. Default: none.
+        middleware: Functions wrapped around every handler call, outermost first. Default: none.
+        clock: The source of time. Default: the system clock.
+
+    Attributes:
+        settings: The settings of this service.
+
+    Raises:
+        ConfigError: An argument has the wrong type, or the backend cannot be opened with these
+            settings.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit import QueueService, Settings, consume
+        >>> @consume("greetings")
+        ... async def greet(name: str) -> None:
+        ...     print(f"hello {name}")
+        ...     service.stop()
+        >>> service = QueueService(Settings(type="native"))
+        >>> service.register(greet)
+        >>> async def main() -> None:
+        ...     async with service:
+        ...         await service.send("greetings", "world")
+        ...         await service.run()
+        >>> asyncio.run(main())
+        hello world
     """
 
     def __init__(
@@ -73,15 +87,17 @@ class QueueService:
         middleware: Sequence[Middleware] = (),
         clock: Clock | None = None,
     ) -> None:
-        self.settings = settings if settings is not None else Settings()
+        self.settings: Settings = settings if settings is not None else Settings()
         if not isinstance(self.settings, Settings):
             raise ConfigError(
-                f"QueueService takes Settings, not {type(settings).__name__}: write "
+                f"expected Settings, got {type(settings).__name__}: write "
                 'QueueService(Settings(type="native"))'
             )
         for item in middleware:
             if not callable(item):
-                raise ConfigError(f"middleware: {item!r} is no async function(message, call_next)")
+                raise ConfigError(
+                    f"middleware: expected an async function(message, call_next), got {item!r}"
+                )
         self._middleware = tuple(middleware)
         chosen: Clock = clock if clock is not None else SystemClock()
         backend = backend or open_backend(self.settings, chosen)
@@ -93,7 +109,7 @@ class QueueService:
         self._build(backend, chosen, background_timers=True)
 
     def _build(self, backend: Backend, clock: Clock, *, background_timers: bool) -> None:
-        """Build everything that knows the backend or the clock."""
+        """Build the parts that depend on the backend or the clock."""
         wiring = Wiring.build(
             backend,
             self.settings,
@@ -111,46 +127,134 @@ class QueueService:
     def replace_backend_for_testing(
         self, backend: Backend, clock: Clock, wrap_handler: Callable[[Handler], Handler]
     ) -> None:
-        """For ``qkit.testing``: another backend and clock, handlers watched, no recurring timers.
+        """Replace the backend and the clock; used by ``qkit.testing.TestService``.
 
-        Without pings and lease renewals a test can tell that nothing more will happen.
+        Also turns off pings and lease renewals, so that a test can detect when the service is idle.
+
+        Args:
+            backend: The backend to use.
+            clock: The source of time.
+            wrap_handler: Called with each registered handler; returns the handler to use instead.
+
+        Raises:
+            LifecycleError: The service was already started.
+
+        Example:
+            >>> from qkit import QueueService, Settings
+            >>> from qkit.backends.native.backend import NativeBackend
+            >>> from qkit.native import Engine
+            >>> from qkit.testing import VirtualClock
+            >>> clock = VirtualClock()
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.replace_backend_for_testing(
+            ...     NativeBackend(engine=Engine(clock=clock)), clock, wrap_handler=lambda item: item
+            ... )
         """
         self._runtime.require("replace_backend_for_testing", "new")
         self._build(backend, clock, background_timers=False)
         self._registry.handlers = [wrap_handler(handler) for handler in self._registry.handlers]
 
-    # -- setting up --------------------------------------------------------------------------
+    # -- setup -------------------------------------------------------------------------------
 
     def register(self, target: object) -> None:
-        """Add handlers: an instance of a ``@channel`` class, a function, or a module of them.
+        """Register handlers.
 
-        Raises ``HandlerError`` for a signature that cannot be filled, ``ConfigError`` for
-        contradicting declarations, ``LifecycleError`` once the service has started.
+        If one handler of ``target`` is rejected, none of them is registered.
+
+        Args:
+            target: A function decorated with ``@consume``, an instance of a ``@channel`` class, or
+                a module that contains such functions and instances.
+
+        Raises:
+            HandlerError: qkit cannot supply a parameter of the handler.
+            ConfigError: ``target`` has no handlers, or a declaration conflicts with another.
+            LifecycleError: The service was already started.
+
+        Example:
+            >>> from qkit import QueueService, Settings, consume
+            >>> @consume("orders")
+            ... async def place(order: dict) -> None: ...
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> [handler.channel for handler in service.handlers]
+            ['orders']
         """
         if (state := self._runtime.state) != "new":
             raise LifecycleError(
-                f"register() on a service that is {state}: register every handler before "
-                "start, or make a new service",
+                f"register() on a service that is {state}: register all handlers before "
+                "start, or create a new service",
                 operation="register",
             )
         self._registry.add(target)
 
     def declare(self, channel: Channel[T]) -> None:
-        """Make a channel known: it is declared at start, or after that with its first send."""
+        """Add a channel without a handler.
+
+        The channel is declared on the broker when the service starts. If the service has already
+        started, the first send declares it.
+
+        Args:
+            channel: The channel. Its options are merged with earlier declarations of the same name.
+
+        Raises:
+            ConfigError: The declaration conflicts with an earlier one.
+
+        Example:
+            >>> from qkit import Channel, QueueService, Settings
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.declare(Channel("invoices", dict))
+            >>> service.channels
+            [Channel('invoices', dict)]
+        """
         self._registry.declare(cast("Channel[object]", channel))
 
     @property
     def handlers(self) -> list[Handler]:
-        """Every registered handler with its metadata."""
+        """All registered handlers.
+
+        Example:
+            >>> from qkit import QueueService, Settings, consume
+            >>> @consume("orders")
+            ... async def place(order: dict) -> None: ...
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> [(handler.name, handler.body_type) for handler in service.handlers]
+            [('place', <class 'dict'>)]
+        """
         return list(self._registry.handlers)
 
     @property
     def channels(self) -> list[Channel[object]]:
-        """Every channel that was declared, by itself or by its handlers."""
+        """All channels declared by ``declare``, by a handler, or by a send.
+
+        Example:
+            >>> from qkit import Channel, QueueService, Settings
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.declare(Channel("invoices"))
+            >>> service.channels
+            [Channel('invoices')]
+        """
         return list(self._registry.channels.values())
 
     def body_type(self, channel: Channel[T] | str) -> object | None:
-        """The type that sends to a channel are checked against; ``None`` if nothing is known."""
+        """Return the type that bodies sent to a channel are checked against.
+
+        Args:
+            channel: The channel or its name.
+
+        Returns:
+            The type of the ``Channel``, or else the type that all its handlers take. ``None`` if
+            there is neither.
+
+        Example:
+            >>> from qkit import QueueService, Settings, consume
+            >>> @consume("orders")
+            ... async def place(order: dict) -> None: ...
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> service.body_type("orders")
+            <class 'dict'>
+        """
         return self._registry.body_type(name_of(channel))
 
     @overload
@@ -170,38 +274,87 @@ class QueueService:
     @overload
     def on(self, event: Literal["shutdown"], listener: Callable[[ShutDown], object]) -> None: ...
     def on(self, event: EventName, listener: Callable[..., object]) -> None:
-        """Call ``listener`` with each event of that name; it may be a coroutine function.
+        """Register a listener for one kind of event.
 
-        What it raises is logged and changes nothing.
+        Exceptions that a listener raises are logged and otherwise ignored.
+
+        Args:
+            event: ``"state_change"``, ``"reconnected"``, ``"retry"``, ``"dead_letter"`` or
+                ``"shutdown"``.
+            listener: A function or coroutine function that takes the event.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.on("shutdown", lambda event: print("abandoned:", event.abandoned))
+            >>> async def main() -> None:
+            ...     async with service:
+            ...         pass
+            >>> asyncio.run(main())
+            abandoned: 0
         """
         self._events.on(event, listener)
 
-    # -- life --------------------------------------------------------------------------------
+    # -- lifecycle ---------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Connect, declare every channel and begin to consume; idempotent.
+        """Connect, declare all channels and start the consumers.
 
-        Raises ``ConfigError`` or ``Unsupported`` for what cannot work, before connecting, and
-        ``BackendUnavailable`` if the broker cannot be reached; then it may be tried again.
+        Does nothing if the service is running. Options are checked before the connection is made.
+        After a failed start, you may call ``start`` again.
+
+        Raises:
+            ConfigError: The settings or the options of a channel or handler are invalid.
+            Unsupported: The backend lacks a feature that a channel or handler needs.
+            BackendUnavailable: The broker cannot be reached.
+            LifecycleError: The service was shut down.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     service = QueueService(Settings(type="native"))
+            ...     await service.start()
+            ...     print(service.ready)
+            ...     await service.shutdown()
+            >>> asyncio.run(main())
+            True
         """
         await self._runtime.start()
 
     async def run(self) -> None:
-        """Consume until SIGTERM, SIGINT or ``stop()``, then shut down; starts if needed.
+        """Consume until SIGTERM, SIGINT or ``stop``, then shut down.
 
-        A second signal forces: handlers are cancelled at once and their messages given back.
+        Starts the service if needed. A second signal cancels running handlers immediately and
+        releases their messages.
+
+        Raises:
+            QueueError: The start failed; see ``start``.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     service = QueueService(Settings(type="native"))
+            ...     asyncio.get_running_loop().call_soon(service.stop)
+            ...     await service.run()
+            ...     print(service.connection_state)
+            >>> asyncio.run(main())
+            closed
         """
         loop = asyncio.get_running_loop()
 
         def first(name: str) -> None:
-            logger.info("%s: shutting down, a second signal forces", name)
+            logger.info("%s: shutting down; a second signal cancels running handlers", name)
             self.stop()
 
         def second(name: str) -> None:
-            logger.warning("%s again: not waiting for handlers", name)
+            logger.warning("%s again: cancelling running handlers", name)
             self.force()
 
-        # Before the start, in which handlers may begin to work: a signal must not cut them off.
+        # Install the signal handlers first: message handlers may run before ``start`` returns, and
+        # a signal must not kill them.
         with handle_signals(loop, first, second):
             await self.start()
             try:
@@ -210,32 +363,81 @@ class QueueService:
                 await self.shutdown()
 
     def stop(self) -> None:
-        """Ask ``run`` to end, from a handler or a listener; returns at once.
+        """Make ``run`` shut down and return.
 
-        From here on the service is not ready, so that probes hear of the end before it comes.
+        Returns immediately, so a handler or a listener may call it. The service is no longer ready
+        after this call, so readiness probes fail before the shutdown begins.
+
+        Example:
+            >>> from qkit import QueueService, Settings
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.stop()
+            >>> service.stopping
+            True
         """
         self._stop.set()
 
     @property
     def stopping(self) -> bool:
-        """Whether the end was asked for: by a signal, ``stop()`` or ``shutdown()``."""
+        """Whether a signal, ``stop`` or ``shutdown`` has requested a shutdown.
+
+        Example:
+            >>> from qkit import QueueService, Settings
+            >>> QueueService(Settings(type="native")).stopping
+            False
+        """
         return self._stop.is_set()
 
     def force(self) -> None:
-        """Do not wait for handlers any longer in a shutdown: what the second signal does."""
+        """Make the shutdown cancel running handlers immediately, as a second signal does.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings, consume
+            >>> started = asyncio.Event()
+            >>> @consume("orders")
+            ... async def place(order: int) -> None:
+            ...     started.set()
+            ...     await asyncio.sleep(3600)
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> service.on("shutdown", lambda event: print("abandoned:", event.abandoned))
+            >>> async def main() -> None:
+            ...     async with service:
+            ...         await service.send("orders", 1)
+            ...         await started.wait()
+            ...         service.force()
+            >>> asyncio.run(main())
+            abandoned: 1
+        """
         self._runtime.force.set()
 
     async def shutdown(self, timeout: float | None = None) -> None:
-        """Come down in order: stop fetching, finish handlers, flush, close; idempotent.
+        """Stop fetching, let running handlers finish, flush sends and close the backend.
 
-        Handlers get ``timeout`` seconds (default ``shutdown.timeout``); those that are not done
-        by then are cancelled and their messages given back with no attempt charged.
+        Handlers that are still running after ``timeout`` are cancelled. Their messages are released
+        and no attempt is counted. Does nothing if the service is already shut down.
+
+        Args:
+            timeout: Seconds to wait for running handlers. Default: the ``shutdown.timeout``
+                setting.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     service = QueueService(Settings(type="native"))
+            ...     await service.start()
+            ...     await service.shutdown(timeout=5)
+            ...     print(service.connection_state)
+            >>> asyncio.run(main())
+            closed
         """
         self._stop.set()
         await self._runtime.shutdown(timeout)
 
     async def __aenter__(self) -> Self:
-        """``start``."""
+        """Start the service."""
         await self.start()
         return self
 
@@ -245,7 +447,7 @@ class QueueService:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """``shutdown``."""
+        """Shut the service down."""
         await self.shutdown()
 
     # -- sending -----------------------------------------------------------------------------
@@ -254,13 +456,14 @@ class QueueService:
     def sync(self) -> SyncSender:
         """Blocking ``send``, ``send_many`` and ``publish`` for other threads.
 
-        Use it in a synchronous handler, which runs in a thread of its own:
+        Use it in a synchronous handler, which runs in a thread.
 
-        >>> from qkit import QueueService, Settings, consume
-        >>> service = QueueService(Settings(type="native"))
-        >>> @consume("orders")
-        ... def place(order: dict) -> None:
-        ...     service.sync.send("invoices", {"order": order["id"]})
+        Example:
+            >>> from qkit import QueueService, Settings, consume
+            >>> service = QueueService(Settings(type="native"))
+            >>> @consume("orders")
+            ... def place(order: dict) -> None:
+            ...     service.sync.send("invoices", {"order": order["id"]})
         """
         return self._sync
 
@@ -276,19 +479,43 @@ class QueueService:
     def send(
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
     ) -> Coroutine[Any, Any, Sent]:
-        """Send one message to a queue; returns once the broker has confirmed it.
+        """Send one message to a queue and wait until the broker has confirmed it.
 
-        ``options`` are ``priority``, ``delay`` and ``ttl`` in seconds, ``key`` and ``headers``.
+        Call it in the service's event loop. A synchronous handler uses ``service.sync.send``.
 
-        >>> async def place(service: QueueService) -> None:
-        ...     sent = await service.send("orders", {"id": 1}, priority=8, delay=2.5, ttl=60)
-        ...     print(sent.message_id, sent.position)
+        Args:
+            channel: The queue, as a ``Channel`` or by name.
+            body: The body. It must match the channel's type.
+            **options: ``priority``, ``delay``, ``ttl``, ``key`` and ``headers``; see
+                ``SendOptions``.
 
-        Raises ``LifecycleError`` at the call, before there is a coroutine, unless the service's
-        event loop runs in this thread: a synchronous handler uses ``service.sync.send``. All
-        other errors come when it is awaited: ``InvalidBody``, ``InvalidPriority``,
-        ``InvalidHeader``, ``PayloadTooLarge`` and ``ValueError`` before anything leaves;
-        ``QueueFull``, ``SendTimeout``, ``CircuitOpen`` and ``BackendUnavailable`` after.
+        Returns:
+            The id of the message and, if the broker reports it, its position.
+
+        Raises:
+            LifecycleError: The service is not running, or the call was made outside its event loop.
+                The call itself raises the latter; all other errors are raised when the result
+                is awaited.
+            InvalidBody: The body does not match the channel's type. Nothing was sent.
+            InvalidPriority: The priority is out of range. Nothing was sent.
+            InvalidHeader: A header is invalid or reserved. Nothing was sent.
+            PayloadTooLarge: The encoded body exceeds ``max_message_bytes``. Nothing was sent.
+            ValueError: Another option is invalid. Nothing was sent.
+            Unsupported: The backend lacks a feature that an option needs. Nothing was sent.
+            QueueFull: The queue is at its ``max_depth``.
+            SendTimeout: The broker did not confirm the message within ``send_timeout``.
+            CircuitOpen: The circuit breaker is open.
+            BackendUnavailable: The broker cannot be reached.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         await service.send("orders", {"id": 1}, priority=8, ttl=60)
+            ...         print((await service.stats("orders")).depth)
+            >>> asyncio.run(main())
+            1
         """
         loop = self._runtime.loop
         if loop is None or running_loop() is not loop:
@@ -307,9 +534,36 @@ class QueueService:
     def publish(
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
     ) -> Coroutine[Any, Any, Sent]:
-        """Broadcast one message: every group of the topic gets a copy.
+        """Publish one message to a topic and wait until the broker has confirmed it.
 
-        Options, and errors at the call and on await, are those of ``send``.
+        Every group of the topic receives a copy.
+
+        Args:
+            channel: The topic, as a ``Channel`` or by name.
+            body: The body. It must match the channel's type.
+            **options: As for ``send``.
+
+        Returns:
+            The id of the message and, if the broker reports it, its position.
+
+        Raises:
+            QueueError: See ``send``.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings, consume
+            >>> @consume("prices", broadcast=True, group="audit")
+            ... async def audit(price: int) -> None:
+            ...     print("price", price)
+            ...     service.stop()
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(audit)
+            >>> async def main() -> None:
+            ...     async with service:
+            ...         await service.publish("prices", 7)
+            ...         await service.run()
+            >>> asyncio.run(main())
+            price 7
         """
         loop = self._runtime.loop
         if loop is None or running_loop() is not loop:
@@ -331,88 +585,332 @@ class QueueService:
         bodies: Iterable[T] | Iterable[object],
         **options: Unpack[SendOptions],
     ) -> Coroutine[Any, Any, list[Sent]]:
-        """Send many messages with the same options, in as few round trips as the broker allows.
+        """Send many messages to a queue and wait until the broker has confirmed them.
 
-        Every body is checked before the first leaves. Raises ``PartialSend`` when only some were
-        accepted: its ``results`` has a ``Sent`` or an error for each. Other errors are those of
-        ``send``.
+        Messages are sent in batches. All bodies are checked before the first is sent.
+
+        Args:
+            channel: The queue, as a ``Channel`` or by name.
+            bodies: The bodies. Each must match the channel's type.
+            **options: As for ``send``; they apply to every message.
+
+        Returns:
+            One ``Sent`` for each body, in order.
+
+        Raises:
+            PartialSend: Only some messages were confirmed. Its ``results`` holds a ``Sent`` or an
+                error for each body.
+            QueueError: See ``send``.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         sent = await service.send_many("orders", [{"id": 1}, {"id": 2}])
+            ...         print(len(sent))
+            >>> asyncio.run(main())
+            2
         """
         loop = self._runtime.loop
         if loop is None or running_loop() is not loop:
             self._runtime.check_loop("send_many")
         return self._producer.send_many(channel, bodies, options)
 
-    # -- steering ----------------------------------------------------------------------------
+    # -- pause and resume --------------------------------------------------------------------
 
     def pause(self, channel: Channel[T] | str) -> None:
-        """Start no more handlers of a channel until ``resume``; running ones go on."""
+        """Stop consuming a channel until ``resume``; running handlers continue.
+
+        Args:
+            channel: The channel or its name.
+
+        Raises:
+            QueueNotFound: This service does not consume the channel.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings, consume
+            >>> @consume("orders")
+            ... async def place(order: int) -> None: ...
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> async def main() -> None:
+            ...     async with service:
+            ...         service.pause("orders")
+            ...         print(service.health_check().consumers[0].state)
+            >>> asyncio.run(main())
+            paused
+        """
         self._runtime.require("pause", "running")
         for consumer in self._runtime.consumers.consumers_of(name_of(channel), "pause"):
             consumer.pause()
 
     def resume(self, channel: Channel[T] | str) -> None:
-        """Consume a channel again, also one that rests because a dependency was unavailable."""
+        """Resume a channel that was paused by ``pause`` or by an ``Unavailable`` error.
+
+        Args:
+            channel: The channel or its name.
+
+        Raises:
+            QueueNotFound: This service does not consume the channel.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings, consume
+            >>> @consume("orders")
+            ... async def place(order: int) -> None: ...
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> async def main() -> None:
+            ...     async with service:
+            ...         service.pause("orders")
+            ...         service.resume("orders")
+            ...         print(service.health_check().consumers[0].state)
+            >>> asyncio.run(main())
+            consuming
+        """
         self._runtime.require("resume", "running")
         for consumer in self._runtime.consumers.consumers_of(name_of(channel), "resume"):
             consumer.resume()
 
-    # -- watching ----------------------------------------------------------------------------
+    # -- state and health --------------------------------------------------------------------
 
     @property
     def connection_state(self) -> ConnectionState:
-        """Where the connection to the broker stands."""
+        """State of the connection to the broker.
+
+        Example:
+            >>> from qkit import QueueService, Settings
+            >>> print(QueueService(Settings(type="native")).connection_state)
+            disconnected
+        """
         return self._runtime.wiring.connection.state
 
     @property
     def backend_name(self) -> str:
-        """What the chosen backend calls itself."""
+        """Name of the backend.
+
+        Example:
+            >>> from qkit import QueueService, Settings
+            >>> QueueService(Settings(type="native")).backend_name
+            'native'
+        """
         return self._backend.name
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the chosen backend can do."""
+        """Features that the backend supports.
+
+        Example:
+            >>> from qkit import QueueService, Settings
+            >>> bool(QueueService(Settings(type="native")).capabilities.delay)
+            True
+        """
         return self._backend.capabilities
 
     @property
     def ready(self) -> bool:
-        """Whether the service does its work: started, connected, every consumer alive."""
+        """Whether the service is running and connected, and all its consumers work.
+
+        Example:
+            >>> from qkit import QueueService, Settings
+            >>> QueueService(Settings(type="native")).ready
+            False
+        """
         return self.health_check().status == "healthy"
 
     def health_check(self) -> Health:
-        """How the service is doing. Costs nothing: the connection is watched in the background.
+        """Return the health of the connection and of each consumer.
 
-        May be asked from another thread, which hears of a blocked event loop too.
+        Sends nothing to the broker: a background task checks the connection. Any thread may call
+        this method; from another thread, it also reports a blocked event loop.
+
+        Returns:
+            The status, the state of the connection, the last error and each consumer's health.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         print(service.health_check().status)
+            >>> asyncio.run(main())
+            healthy
         """
         return self._runtime.health(stopping=self.stopping)
 
     def metrics(self) -> Metrics:
-        """The counters, together and for each channel."""
+        """Return the counters of this process, in total and for each channel.
+
+        Returns:
+            A snapshot of the counters.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         await service.send("orders", {"id": 1})
+            ...         print(service.metrics().messages_sent)
+            >>> asyncio.run(main())
+            1
+        """
         return self._counters.snapshot()
 
     # -- administration ----------------------------------------------------------------------
 
     async def queues(self) -> list[str]:
-        """The names of all queues, or where the broker cannot list them, of those in use here."""
+        """List the names of all queues.
+
+        Returns:
+            The names without the prefix, sorted. If the broker cannot list queues, the queues that
+            this service uses.
+
+        Raises:
+            Unsupported: The backend cannot administer queues.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         await service.send("orders", {"id": 1})
+            ...         print("orders" in await service.queues())
+            >>> asyncio.run(main())
+            True
+        """
         return await self._administer("queues").queues()
 
     async def stats(self, name: Channel[T] | str) -> QueueStats:
-        """A queue's depth and counters; ``QueueNotFound`` if there is no such queue."""
+        """Return the figures of a queue, such as its depth.
+
+        Args:
+            name: The queue, as a ``Channel`` or by name.
+
+        Returns:
+            The figures that the broker reports, for all producers and consumers.
+
+        Raises:
+            QueueNotFound: There is no such queue.
+            Unsupported: The backend does not report figures.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         await service.send("orders", {"id": 1})
+            ...         print((await service.stats("orders")).depth)
+            >>> asyncio.run(main())
+            1
+        """
         return await self._administer("stats").stats(name_of(name))
 
     async def peek(self, name: Channel[T] | str, limit: int = 10) -> list[Message]:
-        """The next messages in the order of delivery, without consuming them."""
+        """Return the next messages of a queue without consuming them.
+
+        Args:
+            name: The queue, as a ``Channel`` or by name.
+            limit: The maximum number of messages. Default: 10.
+
+        Returns:
+            The messages in the order of delivery. Their bodies are encoded.
+
+        Raises:
+            QueueNotFound: There is no such queue.
+            Unsupported: The backend cannot peek.
+            ValueError: ``limit`` is less than 1.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         await service.send("orders", {"id": 1})
+            ...         print([message.body for message in await service.peek("orders")])
+            >>> asyncio.run(main())
+            [b'{"id":1}']
+        """
         return await self._administer("peek").peek(name_of(name), limit)
 
     async def purge(self, name: Channel[T] | str) -> int:
-        """Delete every message that no consumer holds; return how many."""
+        """Delete all messages of a queue that are not in flight.
+
+        Args:
+            name: The queue, as a ``Channel`` or by name.
+
+        Returns:
+            The number of deleted messages.
+
+        Raises:
+            QueueNotFound: There is no such queue.
+            Unsupported: The backend cannot purge.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         await service.send_many("orders", [1, 2, 3])
+            ...         print(await service.purge("orders"))
+            >>> asyncio.run(main())
+            3
+        """
         return await self._administer("purge").purge(name_of(name))
 
     async def delete(self, name: Channel[T] | str) -> None:
-        """Delete a queue with all that is in it. The next send declares it anew."""
+        """Delete a queue with all its messages. The next send declares it again.
+
+        Args:
+            name: The queue, as a ``Channel`` or by name.
+
+        Raises:
+            QueueNotFound: There is no such queue.
+            Unsupported: The backend cannot delete queues.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         await service.send("orders", {"id": 1})
+            ...         await service.delete("orders")
+            ...         print("orders" in await service.queues())
+            >>> asyncio.run(main())
+            False
+        """
         await self._administer("delete").delete(name_of(name))
 
     def dead_letters(self, name: Channel[T] | str) -> DeadLetters:
-        """A channel's dead letters: ``list``, ``replay``, ``purge``."""
+        """Return the dead letters of a channel, to list, replay or purge them.
+
+        Args:
+            name: The channel or its name.
+
+        Returns:
+            An object that lists, replays and purges the dead letters.
+
+        Raises:
+            Unsupported: The backend keeps no dead letters.
+            LifecycleError: The service is not running.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     async with QueueService(Settings(type="native")) as service:
+            ...         print(await service.dead_letters("orders").list())
+            >>> asyncio.run(main())
+            []
+        """
         return self._administer("dead_letters").dead_letters(name_of(name))
 
     def _administer(self, operation: str) -> QueueAdmin:

@@ -1,4 +1,4 @@
-"""``ServiceRuntime``: connects, starts the consumers, and stops everything in order."""
+"""``ServiceRuntime``: starts and stops the connection, the producer and the consumers."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ __all__ = ["ServiceRuntime"]
 
 State = Literal["new", "starting", "running", "stopping", "closed"]
 
-LOOP_STALL_SECONDS = 4.0  # seconds in which the monitor has a turn, or the loop is blocked
-CLOSE_TIMEOUT = 5.0
+LOOP_STALL_SECONDS = 4.0  # the loop counts as blocked if the monitor has not run for this long
+CLOSE_TIMEOUT = 5.0  # seconds, for the backend and for event listeners
+FORCED_LISTENER_TIMEOUT = 0.5  # seconds, for event listeners after a forced shutdown
 
 
 class ServiceRuntime:
-    """The parts of a service that work while it runs.
+    """Lifecycle of a service: its state, its producer and its consumers.
 
     Args:
-        wiring: What they share.
-        background_timers: Ping the broker and renew leases.
+        wiring: Objects shared by all parts of the service.
+        background_timers: Whether to ping the broker and renew leases. Default: true.
 
     Attributes:
-        state: Where the service is between ``start`` and ``shutdown``.
-        loop: The event loop in which it runs; ``None`` before start and at the end.
-        force: Set it to end the wait for handlers in a shutdown.
-        producer: Sends.
-        consumers: Consume.
+        state: The state of the service.
+        loop: The service's event loop; ``None`` before the start and after the shutdown.
+        force: Event that makes a shutdown stop waiting for handlers.
+        producer: Sends messages.
+        consumers: The running consumers.
     """
 
     def __init__(self, wiring: Wiring, *, background_timers: bool = True) -> None:
         self.wiring = wiring
         self.state: State = "new"
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.force = asyncio.Event()
-        self.producer = Producer(wiring, self.require_sending)
-        self.consumers = ConsumerPool(wiring, self.producer)
+        self.force: asyncio.Event = asyncio.Event()
+        self.producer: Producer = Producer(wiring, self.require_sending)
+        self.consumers: ConsumerPool = ConsumerPool(wiring, self.producer)
         self._backend = wiring.backend
         self._settings = wiring.settings
         self._routes = wiring.routes
@@ -59,12 +60,12 @@ class ServiceRuntime:
         self._events = wiring.events
         self._monitor = Monitor(wiring.backend, wiring.connection, wiring.clock)
         self._background_timers = background_timers
-        self._listening = False  # a start that failed and is tried again listens once
-        self._lifecycle_lock = asyncio.Lock()  # start and shutdown, one after the other
+        self._listening = False  # stays set if a start fails, so that callbacks are registered once
+        self._lifecycle_lock = asyncio.Lock()  # serializes start and shutdown
         self._loop_caller: LoopCaller | None = None
 
     async def start(self) -> None:
-        """As ``QueueService.start``."""
+        """Connect, declare all channels and start the consumers; see ``QueueService.start``."""
         async with self._lifecycle_lock:
             if self.state == "running":
                 return
@@ -87,7 +88,11 @@ class ServiceRuntime:
                 raise
 
     def _plan(self) -> list[tuple[Route, Handler]]:
-        """Everything that can be refused is refused here, before any connection is tried."""
+        """Check all settings, channels and handlers before connecting.
+
+        Returns:
+            Each handler with the route of its channel.
+        """
         self._routes.check_settings()
         planned: list[tuple[Route, Handler]] = []
         for channel in list(self.wiring.registry.channels.values()):
@@ -105,17 +110,17 @@ class ServiceRuntime:
         self._connection.transition_to(ConnectionState.CONNECTED)
         if not self._backend.capabilities.durable:
             logger.warning(
-                "%s is not durable: what it holds is lost when it ends", self._backend.name
+                "%s is not durable: its messages are lost when it stops", self._backend.name
             )
         if not self._listening:
             if isinstance(self._backend, DeadLetterSource):
                 self._backend.on_dead_letter(self._on_backend_dead_letter)
             if isinstance(self._backend, DroppedLetterSource):
                 self._backend.on_dropped_letter(self._on_dropped_letter)
-            self._listening = True  # also if this start fails and is tried again
+            self._listening = True
         for route in self._routes.known():
             await self.producer.declare(route)
-        self.state = "running"  # from here on handlers may run, and they may send
+        self.state = "running"  # before the consumers start, because handlers may send
         self.producer.open()
         for route, handler in planned:
             self.consumers.start(route, handler, renew_leases=self._background_timers)
@@ -124,10 +129,9 @@ class ServiceRuntime:
         await self.consumers.wait_ready(self._settings.send_timeout)
 
     async def shutdown(self, timeout: float | None = None) -> None:
-        """As ``QueueService.shutdown``."""
+        """Drain the service and close the backend; see ``QueueService.shutdown``."""
         task = asyncio.create_task(self._shut_down(timeout), name="qkit shutdown")
-        # Coming down is not to be cut short: a caller that is cancelled, be it again and again,
-        # waits for the end of it.
+        # A shutdown always completes; if the caller is cancelled, that is raised afterwards.
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
             try:
@@ -143,7 +147,7 @@ class ServiceRuntime:
             if self.state in ("new", "closed"):
                 self.state = "closed"
                 return
-            self.state = "stopping"  # readiness is false from here on
+            self.state = "stopping"  # from now on, the service is not ready
             self._connection.transition_to(ConnectionState.CLOSING)
             if timeout is None:
                 timeout = self._settings.shutdown.timeout
@@ -156,16 +160,18 @@ class ServiceRuntime:
             self.state = "closed"
             self._bind(None)
             self._connection.transition_to(ConnectionState.CLOSED)
-            logger.info("shut down, %d handlers abandoned", abandoned)
+            logger.info("shut down; cancelled %d running handlers", abandoned)
             self._events.emit(ShutDown(abandoned))
-            await self._events.drain(0.5 if self.force.is_set() else CLOSE_TIMEOUT)
+            await self._events.drain(
+                FORCED_LISTENER_TIMEOUT if self.force.is_set() else CLOSE_TIMEOUT
+            )
 
     async def _stop_consumers(self) -> None:
         await self._monitor.stop()
         await self.consumers.stop(0.0 if self.force.is_set() else self._settings.send_timeout)
 
     async def _close_backend(self) -> None:
-        """Close it, whatever it says to that: nothing is left that could depend on it."""
+        """Close the backend; only log its errors, because nothing depends on it any more."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._backend.aclose()
@@ -178,29 +184,34 @@ class ServiceRuntime:
             )
 
     def health(self, *, stopping: bool) -> Health:
-        """As ``QueueService.health_check``; ``stopping`` says that a stop was asked for."""
+        """Return the health of the service; see ``QueueService.health_check``.
+
+        Args:
+            stopping: Whether a stop was requested, which makes the service unhealthy.
+        """
         consumers, working = self.consumers.health()
         connected = self._connection.state is ConnectionState.CONNECTED
-        still = self._monitor.seconds_since_last_run
-        turning = still < LOOP_STALL_SECONDS
+        stalled = self._monitor.seconds_since_last_run
+        responsive = stalled < LOOP_STALL_SECONDS
         serving = self.state == "running" and not stopping
-        well = serving and connected and working and turning
+        healthy = serving and connected and working and responsive
         failing = [f"{item.channel}: {item.failing}" for item in consumers if item.failing]
         return Health(
-            status="healthy" if well else "unhealthy",
+            status="healthy" if healthy else "unhealthy",
             connection_state=self._connection.state,
             durable=bool(self._backend.capabilities.durable),
             breaker=str(self.producer.guarded.breaker.state),
             last_success_at=self._connection.last_success_at,
             last_error=(failing[0] if failing else self._connection.last_error)
-            if turning
-            else f"the event loop has been blocked for {still:.0f} s: a handler may not wait in it",
+            if responsive
+            else f"the event loop has been blocked for {stalled:.0f} s: an async handler must not "
+            "make blocking calls",
             disconnected_at=self._connection.disconnected_at,
             consumers=consumers,
         )
 
     def _on_backend_dead_letter(self, letter: DeadLetter) -> None:
-        """The backend itself wrote a dead letter: a lease expired too often, or a TTL ran out."""
+        """Record a dead letter that the backend wrote itself, such as an expired message."""
         for route in self._routes.known():
             if route.queue == letter.channel:
                 record_dead_letter(
@@ -212,9 +223,9 @@ class ServiceRuntime:
                 )
 
     def _on_dropped_letter(self, letter: DeadLetter) -> None:
-        """The dead letters are full and the oldest went: the one thing that qkit lets go."""
+        """Report a dead letter that was dropped because its queue was full."""
         logger.error(
-            "%s: the dead letters are full, the oldest is dropped: message %s (%s)",
+            "%s: the dead-letter queue is full; dropped the oldest dead letter, message %s (%s)",
             letter.channel,
             letter.message_id,
             letter.reason,
@@ -225,8 +236,8 @@ class ServiceRuntime:
     # -- checks ------------------------------------------------------------------------------
 
     def require_sending(self, operation: str) -> None:
-        """Raise ``LifecycleError`` unless the service runs, or drains."""
-        if self.state not in ("running", "stopping"):  # a handler may send while it drains
+        """Raise ``LifecycleError`` unless the service is running or draining."""
+        if self.state not in ("running", "stopping"):  # a handler may send while draining
             self.require(operation, "running")
 
     def require(self, operation: str, state: State) -> None:
@@ -236,24 +247,24 @@ class ServiceRuntime:
         advice = {
             "new": "start it first: `async with service:` or `await service.start()`",
             "starting": "wait until start() has returned",
-            "running": "it runs already",
+            "running": "it is already running",
             "stopping": "it is shutting down",
-            "closed": "it was shut down, and a service starts once: make a new QueueService",
+            "closed": "it was shut down and cannot be restarted; create a new QueueService",
         }[self.state]
         raise LifecycleError(
             f"{operation}() on a service that is {self.state}: {advice}", operation=operation
         )
 
     def _bind(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Note the event loop in which the service runs, ``None`` before start and at the end."""
+        """Set the event loop of the service; ``None`` clears it."""
         self.loop = loop
         self._loop_caller = None if loop is None else LoopCaller(loop)
 
     def check_loop(self, operation: str) -> None:
-        """Raise unless a send may be awaited in this thread.
+        """Raise ``LifecycleError`` unless a send may be awaited in this thread.
 
-        A service that has not started, or was shut down, has no event loop. Then any will do: the
-        error comes when the send is awaited.
+        A service that is not running has no event loop. In that case any loop passes, and awaiting
+        the send raises the error.
         """
         running = running_loop()
         if running is not None and (self.loop is None or running is self.loop):
@@ -261,14 +272,14 @@ class ServiceRuntime:
         where = "no event loop runs" if running is None else "another event loop runs"
         raise LifecycleError(
             f"service.{operation}() was called in a thread where {where}, so nothing was sent. "
-            f"In a synchronous handler or any other thread write service.sync.{operation}(…), "
-            f"which blocks until the broker has confirmed; `await service.{operation}(…)` belongs "
-            "in the event loop in which the service was started",
+            f"In a synchronous handler or another thread call service.sync.{operation}(…), which "
+            f"blocks until the broker has confirmed. Use `await service.{operation}(…)` only in "
+            "the event loop in which the service was started",
             operation=operation,
         )
 
     def require_caller(self, operation: str) -> LoopCaller:
-        """Return the entry to the service's event loop for other threads."""
+        """Return the caller that lets other threads run code in the service's event loop."""
         while (caller := self._loop_caller) is None:
-            self.require(f"sync.{operation}", "running")  # passes if it has started just now
+            self.require(f"sync.{operation}", "running")  # returns if the service has just started
         return caller

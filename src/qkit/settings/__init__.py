@@ -1,4 +1,4 @@
-"""Configuration, validated before anything connects.
+"""Settings, validated before anything connects.
 
 May import: ``errors``, ``_internal``, ``message``, ``backend``.
 """

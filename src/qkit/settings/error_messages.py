@@ -1,7 +1,7 @@
-"""How problems with settings are told, so that the reader knows what to do. Private.
+"""Texts of settings errors.
 
-Nothing here ever repeats a value that could be a secret: numbers and short words of a closed
-list are shown, anything else is only named by its type.
+The texts never contain a value that could be a secret. They show numbers, and short strings for
+fields with a fixed set of values; for any other value they show only its type.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from qkit.errors import ConfigError
 Problem = tuple[tuple[str, ...], str]
 
 PREFIX = "QKIT_"
-# Where None stands for something better than "none".
+# Descriptions of defaults, for fields whose default of None stands for another value.
 DEFAULTS = {
     "prefetch": "1 on rabbitmq, 10 on native and redis, 500 on kafka",
     "mode": "'pubsub', with a deprecation warning",
     "suffix": "'.dlq', on native '_dlq'",
 }
 
-# Variables that are no settings: the file's name, the web application's token, the tests', and
-# those that Kubernetes or Docker links set for a service that happens to be called "qkit".
+# QKIT_* variables that are not settings: QKIT_CONFIG, QKIT_TOKEN, variables of the tests, and those
+# that Kubernetes or Docker links set for a service named "qkit".
 _NOT_SETTINGS = re.compile(
     r"QKIT_(TEST_.*|CONFIG|TOKEN|SERVICE_(HOST|PORT)(_.*)?|PORT(_\d+_(TCP|UDP)(_.*)?)?)"
 )
@@ -37,7 +37,7 @@ _NOT_SETTINGS = re.compile(
 def config_error(
     problems: Sequence[Problem], what: str, origins: Mapping[tuple[str, ...], str]
 ) -> str:
-    """Every problem on a line of its own, under a heading."""
+    """Return the text of an error: a heading, then one line per problem."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [f"{count} in {what}:"]
     for where, text in problems:
@@ -47,7 +47,7 @@ def config_error(
 
 
 def from_validation(exc: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Pydantic's findings in our words: the field, what it takes, its default."""
+    """Convert pydantic's errors to problems with the expected value and the default."""
     problems: list[Problem] = []
     for item in exc.errors(include_url=False):
         where = tuple(str(part) for part in item["loc"][:1])
@@ -57,12 +57,14 @@ def from_validation(exc: ValidationError, model: type[BaseModel]) -> list[Proble
         elif item["type"] == "extra_forbidden":
             problems.append((where, unknown_field(where[0], model)))
         else:
-            problems.append((where, _wrong(model.model_fields[where[0]], where[0], item["input"])))
+            problems.append(
+                (where, _invalid_value(model.model_fields[where[0]], where[0], item["input"]))
+            )
     return problems
 
 
 class SectionError(ConfigError):
-    """A section (``RetrySettings(…)``) that cannot be; ``problems`` lets settings place them."""
+    """Error for an invalid section such as ``RetrySettings``; ``Settings`` reports ``problems``."""
 
     def __init__(self, section: str, problems: list[Problem]) -> None:
         super().__init__(config_error(problems, section, {}))
@@ -70,17 +72,17 @@ class SectionError(ConfigError):
 
 
 def unknown_field(name: str, model: type[BaseModel]) -> str:
-    """What to say about a name that is no field of ``model``."""
+    """Return the text for an unknown field of ``model``, with the most similar name if any."""
     names = list(model.model_fields)
     for section, info in model.model_fields.items():
         if is_section(info.annotation):
             names += [f"{section}.{leaf}" for leaf in info.annotation.model_fields]
     found = _nearest(name, names)
-    return "there is no such setting" + (f"; did you mean {found!r}?" if found else "")
+    return "unknown setting" + (f"; did you mean {found!r}?" if found else "")
 
 
 def unknown_variables(environ: Iterable[str], model: type[BaseModel]) -> list[Problem]:
-    """``QKIT_*`` variables that set nothing: most likely mistyped, so not ignored."""
+    """Return a problem for each unknown ``QKIT_*`` variable, which is probably mistyped."""
     known = [PREFIX + name.upper() for name in model.model_fields]
     sections = [
         f"{PREFIX}{name.upper()}__"
@@ -96,20 +98,20 @@ def unknown_variables(environ: Iterable[str], model: type[BaseModel]) -> list[Pr
     problems: list[Problem] = []
     for variable in environ:
         upper = variable.upper()
-        # What follows a section's name is checked with the section.
+        # Variables of a section are checked when the section is validated.
         if not upper.startswith(PREFIX) or upper in known or upper.startswith(tuple(sections)):
             continue
         if not _NOT_SETTINGS.fullmatch(upper):
             found = _nearest(upper, known + leaves, ignoring=PREFIX)
-            text = "this environment variable sets nothing"
+            text = "unknown environment variable"
             hint = f"; did you mean {found}?" if found else "; remove it"
             problems.append(((variable[:80],), text + hint))
     return problems
 
 
 def _nearest(name: str, names: Iterable[str], ignoring: str = "") -> str | None:
-    """The name most like ``name``, blind to case and underscores, and to a section left out."""
-    import difflib  # only a mistake needs it; importing qkit stays quick
+    """Return the most similar name, ignoring case, underscores and a missing section."""
+    import difflib  # imported only on errors, so that importing qkit stays fast
 
     plain: dict[str, str] = {}
     for candidate in names:
@@ -123,12 +125,13 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")[:80]
 
 
-def _wrong(info: FieldInfo, name: str, value: object) -> str:
-    return f"expected {expected(info)}, got {_shown(info, value)} (default: {default(name, info)})"
+def _invalid_value(info: FieldInfo, name: str, value: object) -> str:
+    got = _describe_value(info, value)
+    return f"expected {expected(info)}, got {got} (default: {default(name, info)})"
 
 
 def expected(info: FieldInfo) -> str:
-    """What a field takes: ``an int from 1 to 1000 or none``."""
+    """Describe the values that a field accepts, such as ``an int from 1 to 1000 or none``."""
     members = _members(info.annotation)
     optional = NoneType in members
     (kind,) = (member for member in members if member is not NoneType)
@@ -144,7 +147,7 @@ def expected(info: FieldInfo) -> str:
 
 
 def default(name: str, info: FieldInfo) -> str:
-    """A field's default for a person."""
+    """Return the default of a field as text."""
     if info.default is None and name in DEFAULTS:
         return DEFAULTS[name]
     if is_section(info.annotation):
@@ -168,8 +171,8 @@ def _bounds(info: FieldInfo) -> str:
     return f" of at least {facts['ge']}" if "ge" in facts else ""
 
 
-def _shown(info: FieldInfo, value: object) -> str:
-    """The value if it cannot be a secret, else the name of its type."""
+def _describe_value(info: FieldInfo, value: object) -> str:
+    """Return the value if it cannot be a secret, otherwise the name of its type."""
     kinds = {get_origin(member) or member for member in _members(info.annotation)}
     if value is None or (isinstance(value, (bool, int, float)) and kinds & {int, float, Literal}):
         return repr(value)
@@ -184,10 +187,10 @@ def _members(annotation: object) -> list[type]:
 
 
 def takes_bool(info: FieldInfo) -> bool:
-    """Whether true and false are values of the field; pydantic would read them as 1 and 0."""
+    """Return whether a field accepts a bool; in a number field, pydantic would convert it."""
     return bool in _members(info.annotation)
 
 
 def is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
-    """Whether a field holds a section of its own (``retry``), set with ``__`` in variables."""
+    """Return whether a field's annotation is the model of a section, such as ``RetrySettings``."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)

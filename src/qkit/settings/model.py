@@ -1,8 +1,8 @@
-"""``Settings``: every choice in one place, validated whole before any connection is tried.
+"""``Settings`` and its sections, validated before anything connects.
 
 Values come from keyword arguments, ``QKIT_*`` environment variables (``QKIT_RETRY__MAX_ATTEMPTS``
-for what is nested) and, with ``Settings.load``, a TOML file. Durations are seconds. Whatever is
-wrong is said in one ``ConfigError``, a line for each problem, and passwords are never shown.
+for a nested field) and, with ``Settings.load``, a TOML file. Durations are in seconds. A single
+``ConfigError`` lists all problems, one per line, and never contains a password.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, Unpack, cast
+from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack, cast
 
 from pydantic import (
     BaseModel,
@@ -47,8 +47,8 @@ _DEFAULT_PRIORITY = 5
 
 
 class _Section(BaseModel):
-    # hide_input_in_errors: should pydantic's own error ever surface, it shows no value.
-    model_config = ConfigDict(
+    # hide_input_in_errors keeps values out of pydantic's own errors, in case one is raised.
+    model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
@@ -62,91 +62,112 @@ class _Section(BaseModel):
             super().__init__(**values)
         except ValidationError as exc:
             problems = error_messages.from_validation(exc, type(self))
-        # Raised out here: inside, pydantic's error with all its inputs would be the context.
+        # Raised outside the except block; its context would be pydantic's error with all inputs.
         if problems:
             raise error_messages.SectionError(type(self).__name__, problems)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_bool(cls, value: object, info: ValidationInfo) -> object:
+    def _reject_bool(cls, value: object, info: ValidationInfo) -> object:
         return _not_bool(value, cls.model_fields[cast("str", info.field_name)])
 
 
 def _not_bool(value: object, info: FieldInfo) -> object:
     if isinstance(value, bool) and not error_messages.takes_bool(info):
-        raise ValueError("a bool is no number")
+        raise ValueError("expected a number, got bool")
     return value
 
 
 class RetrySettings(_Section):
-    """How a failed handler is tried again: exponential backoff, then the dead letters.
+    """Retry policy for failed messages: exponential backoff, then the dead-letter queue.
 
-    ``jitter`` is a fraction of the wait that is added at random, so it is never early.
+    Attributes:
+        enabled: Retry failed messages. If false, the first failure is final.
+        max_attempts: Number of attempts, including the first.
+        initial_delay: Seconds before the second attempt.
+        multiplier: Factor by which the delay grows from one retry to the next.
+        max_delay: Maximum delay in seconds, before jitter is added.
+        jitter: Maximum random addition to the delay, as a fraction of it. A retry is never early.
+        mode: ``release`` returns the message to the queue; ``inline`` waits in the consumer's slot
+            and keeps the order.
 
-    >>> RetrySettings(max_attempts=5).initial_delay
-    1.0
+    Raises:
+        ConfigError: A value is invalid.
+
+    Example:
+        >>> RetrySettings(max_attempts=5).initial_delay
+        1.0
     """
 
-    enabled: bool = Field(default=True, description="off: the first failure is final")
-    max_attempts: int = Field(default=3, ge=1, description="all deliveries, the first included")
-    initial_delay: float = Field(default=1.0, ge=0, description="before the second attempt")
-    multiplier: float = Field(
-        default=2.0, ge=1, description="each wait is this many times the last"
-    )
-    max_delay: float = Field(default=60.0, ge=0, description="no wait is longer, jitter aside")
-    jitter: float = Field(
-        default=0.1, ge=0, le=0.1, description="fraction of the wait added at random"
-    )
-    mode: Literal["release", "inline"] = Field(
-        default="release", description="`inline` waits in the consumer's slot and keeps the order"
-    )
+    enabled: bool = True
+    max_attempts: int = Field(default=3, ge=1)
+    initial_delay: float = Field(default=1.0, ge=0)
+    multiplier: float = Field(default=2.0, ge=1)
+    max_delay: float = Field(default=60.0, ge=0)
+    jitter: float = Field(default=0.1, ge=0, le=0.1)
+    mode: Literal["release", "inline"] = "release"
 
 
 class DeadLetterSettings(_Section):
-    """Where final failures go.
+    """Settings of the dead-letter queues.
 
-    >>> DeadLetterSettings(max_size=500).enabled
-    True
+    Attributes:
+        enabled: Store dead letters. If false, a final failure is logged and the message is acked.
+        max_size: Maximum number of dead letters in a queue. When it is full, the oldest is dropped.
+        suffix: Suffix that is added to a channel's name to form the name of its dead-letter queue.
+
+    Raises:
+        ConfigError: A value is invalid.
+
+    Example:
+        >>> DeadLetterSettings(max_size=500).enabled
+        True
     """
 
-    enabled: bool = Field(
-        default=True, description="off: a final failure is logged and acknowledged"
-    )
-    max_size: int = Field(default=10_000, ge=1, description="when full, the oldest goes")
-    suffix: str | None = Field(
-        default=None,
-        pattern=_NAME_PART,
-        min_length=1,
-        max_length=16,
-        description="added to the name",
-    )
+    enabled: bool = True
+    max_size: int = Field(default=10_000, ge=1)
+    suffix: str | None = Field(default=None, pattern=_NAME_PART, min_length=1, max_length=16)
 
 
 class ShutdownSettings(_Section):
-    """How long a shutdown waits for running handlers.
+    """Settings for shutting down a service.
 
-    >>> ShutdownSettings().timeout
-    30.0
+    Attributes:
+        timeout: Seconds that running handlers have to finish. After that, they are cancelled and
+            their messages are released.
+
+    Raises:
+        ConfigError: A value is invalid.
+
+    Example:
+        >>> ShutdownSettings().timeout
+        30.0
     """
 
-    timeout: float = Field(
-        default=30.0, ge=0, description="then handlers are cancelled and given back"
-    )
+    timeout: float = Field(default=30.0, ge=0)
 
 
 class BreakerSettings(_Section):
-    """When to stop trying a broker that cannot be reached.
+    """Settings of the circuit breaker.
 
-    >>> BreakerSettings(failure_threshold=3).recovery_timeout
-    30.0
+    Attributes:
+        failure_threshold: Number of consecutive connection failures that open the breaker.
+        recovery_timeout: Seconds that the breaker stays open before a trial call.
+
+    Raises:
+        ConfigError: A value is invalid.
+
+    Example:
+        >>> BreakerSettings(failure_threshold=3).recovery_timeout
+        30.0
     """
 
-    failure_threshold: int = Field(default=5, ge=1, description="connection failures in a row")
-    recovery_timeout: float = Field(default=30.0, gt=0, description="rest before one probe")
+    failure_threshold: int = Field(default=5, ge=1)
+    recovery_timeout: float = Field(default=30.0, gt=0)
 
 
 class SettingsValues(TypedDict, total=False):
-    """The keyword arguments of ``Settings``, as type checkers see them."""
+    """Keyword arguments of ``Settings``, for type checkers."""
 
     type: str
     url: str | SecretStr | None
@@ -183,24 +204,66 @@ class SettingsValues(TypedDict, total=False):
 
 
 class Settings(BaseSettings):
-    """Every setting, validated whole. Keyword arguments win over ``QKIT_*`` variables.
+    """Settings of a service, immutable and validated.
 
-    Sections are merged field by field: ``retry={"max_attempts": 5}`` leaves room for
-    ``QKIT_RETRY__JITTER``; an instance, ``retry=RetrySettings(…)``, is taken as it is. An empty
-    variable counts as unset. ``QKIT_CONFIG`` names a file as for ``load``, beneath both.
+    Keyword arguments override ``QKIT_*`` variables, which override the file that ``load`` or the
+    variable ``QKIT_CONFIG`` names. Sections are merged field by field: with
+    ``retry={"max_attempts": 5}``, ``QKIT_RETRY__JITTER`` still applies. A section that is passed as
+    an instance, ``retry=RetrySettings(…)``, is used unchanged. An empty variable counts as unset.
 
-    >>> settings = Settings(type="rabbitmq", url="amqp://guest:secret@localhost:5672/")
-    >>> settings
-    Settings(type='rabbitmq', url='amqp://guest:***@localhost:5672/')
-    >>> settings.effective_prefetch
-    1
-    >>> Settings(type="native", retry={"max_attempts": 5}).retry.max_attempts
-    5
+    Attributes:
+        type: Backend: ``native``, ``rabbitmq``, ``kafka``, ``redis`` or the name of an installed
+            add-on.
+        url: URL of the broker; for Kafka, a list of ``host:port``. Read it with
+            ``get_secret_value()``.
+        prefix: Prefix of every name on the broker.
+        declare: ``create`` creates missing queues; ``passive`` only checks that they exist.
+        prefetch: Maximum number of unsettled messages that a consumer may hold.
+        batch_size: Number of settled messages after which offsets are committed. An incomplete
+            batch is committed after one second.
+        compression: Compression of sent bodies.
+        max_message_bytes: Maximum size of a body in bytes, both compressed and decompressed.
+        retry: Retry policy for failed messages.
+        dead_letter: Settings of the dead-letter queues.
+        shutdown: Settings for shutting down.
+        breaker: Settings of the circuit breaker.
+        send_timeout: Maximum duration of a send in seconds.
+        ack_deadline: Length of a lease in seconds. The lease is extended while a handler runs.
+        replicas: Number of copies of each message that the broker must store.
+        path: Directory of the log. Without it, messages are kept in memory only.
+        fsync: When the log is synced to disk: ``always`` before a send returns, ``interval`` every
+            ``fsync_interval`` seconds, or ``never``.
+        fsync_interval: Seconds between syncs, for ``fsync="interval"``.
+        memory_limit: Maximum total size in bytes of the bodies that are kept in memory. Other
+            bodies are read from disk.
+        max_depth: Maximum number of messages in a queue.
+        max_priority: Highest priority. Messages have priority 5 by default.
+        mode: ``list`` delivers each message to one consumer; ``pubsub`` delivers it to all current
+            subscribers, at most once.
+        reliable: Use leases and redelivery. If false, messages are sent with ``RPUSH`` and
+            received with ``BLPOP``, at most once.
+        partitions: Number of partitions of a topic that qkit creates.
+        group_prefix: Prefix of the name of every consumer group.
+        sasl_mechanism: Mechanism of the SASL login.
+        sasl_username: User name for the SASL login.
+        sasl_password: Password for the SASL login.
+        tls: Use TLS with the system's certificate authorities. Setting a TLS file also enables TLS.
+        tls_ca_file: PEM file of the certificate authorities to trust.
+        tls_cert_file: PEM file of the client's certificate.
+        tls_key_file: PEM file of the client's key.
 
-    Raises ``ConfigError`` that lists every problem.
+    Raises:
+        ConfigError: Values are invalid; the message lists every problem.
+
+    Example:
+        >>> settings = Settings(type="rabbitmq", url="amqp://guest:secret@localhost:5672/")
+        >>> settings
+        Settings(type='rabbitmq', url='amqp://guest:***@localhost:5672/')
+        >>> Settings(type="native", retry={"max_attempts": 5}).retry.max_attempts
+        5
     """
 
-    model_config = SettingsConfigDict(
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
@@ -211,79 +274,43 @@ class Settings(BaseSettings):
         env_ignore_empty=True,
     )
 
-    type: str = Field(
-        default="native", description="`native`, `rabbitmq`, `kafka`, `redis` or an add-on's"
-    )
-    url: SecretStr | None = Field(
-        default=None, description="where the broker is; read it with `get_secret_value()`"
-    )
-    prefix: str = Field(
-        default="", pattern=_NAME_PART, max_length=32, description="before every name on the broker"
-    )
-    declare: Literal["create", "passive"] = Field(
-        default="create", description="`passive` creates nothing on the broker and checks instead"
-    )
-    prefetch: int | None = Field(
-        default=None, ge=1, le=1000, description="unacknowledged messages a consumer may hold"
-    )
-    batch_size: int | None = Field(
-        default=None, ge=1, le=10_000, description="commit after each completed batch"
-    )
-    compression: Literal["gzip"] | None = Field(
-        default=None, description="of the bodies that are sent"
-    )
-    max_message_bytes: int = Field(
-        default=1 << 20, ge=1, le=1 << 30, description="bound of a body, also after decompression"
-    )
-    retry: RetrySettings = Field(default_factory=RetrySettings, description="see below")
-    dead_letter: DeadLetterSettings = Field(
-        default_factory=DeadLetterSettings, description="see below"
-    )
-    shutdown: ShutdownSettings = Field(default_factory=ShutdownSettings, description="see below")
-    breaker: BreakerSettings = Field(default_factory=BreakerSettings, description="see below")
-    send_timeout: float = Field(default=10.0, gt=0, description="no send takes longer")
-    ack_deadline: float = Field(
-        default=30.0, ge=0.001, le=43_200, description="the lease; renewed while a handler runs"
-    )
-    replicas: int = Field(default=1, ge=1, le=7, description="copies the broker must keep")
+    type: str = "native"
+    url: SecretStr | None = None
+    prefix: str = Field(default="", pattern=_NAME_PART, max_length=32)
+    declare: Literal["create", "passive"] = "create"
+    prefetch: int | None = Field(default=None, ge=1, le=1000)
+    batch_size: int | None = Field(default=None, ge=1, le=10_000)
+    compression: Literal["gzip"] | None = None
+    max_message_bytes: int = Field(default=1 << 20, ge=1, le=1 << 30)
+    retry: RetrySettings = Field(default_factory=RetrySettings)
+    dead_letter: DeadLetterSettings = Field(default_factory=DeadLetterSettings)
+    shutdown: ShutdownSettings = Field(default_factory=ShutdownSettings)
+    breaker: BreakerSettings = Field(default_factory=BreakerSettings)
+    send_timeout: float = Field(default=10.0, gt=0)
+    ack_deadline: float = Field(default=30.0, ge=0.001, le=43_200)
+    replicas: int = Field(default=1, ge=1, le=7)
 
-    path: Path | None = Field(default=None, description="directory of the log; none: memory only")
-    fsync: Literal["always", "interval", "never"] = Field(
-        default="always", description="`always`: a send returns once it is on disk"
-    )
-    fsync_interval: float = Field(default=1.0, gt=0, description='with `fsync = "interval"`')
-    memory_limit: int = Field(
-        default=64 << 20, ge=0, description="bytes of bodies in memory; more stay on disk"
-    )
-    max_depth: int = Field(default=100_000, ge=1, description="messages a queue holds")
-    max_priority: int = Field(default=9, ge=0, le=255, description="the default is 5")
+    path: Path | None = None
+    fsync: Literal["always", "interval", "never"] = "always"
+    fsync_interval: float = Field(default=1.0, gt=0)
+    memory_limit: int = Field(default=64 << 20, ge=0)
+    max_depth: int = Field(default=100_000, ge=1)
+    max_priority: int = Field(default=9, ge=0, le=255)
 
-    mode: Literal["list", "pubsub"] | None = Field(
-        default=None,
-        description="`list`: each message to one consumer; `pubsub`: to all, at most once",
-    )
-    reliable: bool = Field(default=True, description="off: plain `RPUSH`/`BLPOP`, at most once")
+    mode: Literal["list", "pubsub"] | None = None
+    reliable: bool = True
 
-    partitions: int = Field(default=1, ge=1, le=10_000, description="of a topic that qkit creates")
-    group_prefix: str = Field(
-        default="",
-        pattern=_NAME_PART,
-        max_length=32,
-        description="before every consumer group's name",
-    )
-    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(
-        default=None, description="how to log in"
-    )
-    sasl_username: str | None = Field(default=None, description="goes with `sasl_mechanism`")
-    sasl_password: SecretStr | None = Field(default=None, description="goes with `sasl_mechanism`")
-    tls: bool = Field(
-        default=False, description="TLS with the system's authorities; the files imply it"
-    )
-    tls_ca_file: Path | None = Field(default=None, description="authorities to trust, PEM")
-    tls_cert_file: Path | None = Field(default=None, description="the client's certificate, PEM")
-    tls_key_file: Path | None = Field(default=None, description="its key, PEM")
+    partitions: int = Field(default=1, ge=1, le=10_000)
+    group_prefix: str = Field(default="", pattern=_NAME_PART, max_length=32)
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = None
+    sasl_username: str | None = None
+    sasl_password: SecretStr | None = None
+    tls: bool = False
+    tls_ca_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
 
-    _implicit_mode: bool = PrivateAttr(default=False)  # Redis, and the mode is not set
+    _implicit_mode: bool = PrivateAttr(default=False)  # type is redis and mode is not set
 
     def __init__(
         self, _file: sources.TomlFile | None = None, /, **values: Unpack[SettingsValues]
@@ -316,7 +343,7 @@ class Settings(BaseSettings):
             seen = {where[:1] for where, _ in problems}
             found = error_messages.from_validation(exc, cls)
             problems += [problem for problem in found if problem[0] not in seen]
-        # Raised out here: inside, pydantic's error with all its inputs would be the context.
+        # Raised outside the except block; its context would be pydantic's error with all inputs.
         if problems:
             raise ConfigError(error_messages.config_error(problems, "the settings", origins))
         self._implicit_mode = implicit_mode
@@ -325,20 +352,28 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], /, **overrides: Unpack[SettingsValues]) -> Self:
-        """Read a TOML file; ``QKIT_*`` variables win over it, and ``overrides`` over both.
+        """Read settings from a TOML file.
 
-        The fields stand at the top level, or in a ``[qkit]`` table; where there is such a table,
-        nothing else in the file is looked at.
+        The fields are at the top level or in a ``[qkit]`` table. If the table exists, the rest of
+        the file is ignored. ``QKIT_*`` variables override the file.
 
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as directory:
-        ...     file = Path(directory, "qkit.toml")
-        ...     _ = file.write_text('prefetch = 20\\n[retry]\\nmax_attempts = 5')
-        ...     Settings.load(file, prefetch=30).prefetch
-        30
+        Args:
+            path: Path of the file.
+            **overrides: Settings that override the file and the variables.
 
-        Raises ``ConfigError`` for a file that is missing or not TOML, with the line, and for
-        everything that ``Settings`` refuses.
+        Returns:
+            The settings.
+
+        Raises:
+            ConfigError: The file is missing or not valid TOML, or its values are invalid.
+
+        Example:
+            >>> from tempfile import TemporaryDirectory
+            >>> with TemporaryDirectory() as directory:
+            ...     file = Path(directory, "qkit.toml")
+            ...     _ = file.write_text('prefetch = 20\\n[retry]\\nmax_attempts = 5')
+            ...     Settings.load(file, prefetch=30)
+            Settings(prefetch=30, retry=RetrySettings(..., max_attempts=5, ...))
         """
         return cls(sources.read_toml(Path(path)), **overrides)
 
@@ -350,12 +385,12 @@ class Settings(BaseSettings):
         *others: object,
         **more: object,
     ) -> tuple[Any, ...]:
-        """Only what ``__init__`` merged: it needs to see every source to name every problem."""
+        """Use only the values that ``__init__`` merged, so that it can report every problem."""
         return (init_settings,)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_bool(cls, value: object, info: ValidationInfo) -> object:
+    def _reject_bool(cls, value: object, info: ValidationInfo) -> object:
         return _not_bool(value, cls.model_fields[cast("str", info.field_name)])
 
     @field_validator("url")
@@ -370,7 +405,7 @@ class Settings(BaseSettings):
         return rules.mask_url(value.get_secret_value()) if value is not None else None
 
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
-        """Only what differs from the defaults, and the address without its password."""
+        """Yield the values that differ from the defaults, with the password in the URL masked."""
         for name, info in self.__class__.model_fields.items():
             value = getattr(self, name)
             if value != info.get_default(call_default_factory=True):
@@ -378,36 +413,53 @@ class Settings(BaseSettings):
 
     @property
     def safe_url(self) -> str | None:
-        """The address as it may be shown: the password, if any, is ``***``."""
+        """URL with the password replaced by ``***``, for logs.
+
+        Example:
+            >>> Settings(type="rabbitmq", url="amqp://guest:secret@localhost/").safe_url
+            'amqp://guest:***@localhost/'
+        """
         return rules.mask_url(self.url.get_secret_value()) if self.url is not None else None
 
     @property
     def effective_prefetch(self) -> int:
-        """``prefetch``, or the backend's default where it is not set."""
+        """``prefetch``, or the backend's default if it is not set.
+
+        Example:
+            >>> Settings(type="native").effective_prefetch
+            10
+        """
         return self.prefetch or _PREFETCH.get(self.type, _DEFAULT_PREFETCH)
 
     @property
     def default_priority(self) -> int:
-        """The priority of a message that was sent without one: 5, or less if 5 is too high.
+        """Priority of a message that is sent without one: 5, limited by ``max_priority``.
 
-        >>> Settings(type="native", max_priority=3).default_priority
-        3
+        Example:
+            >>> Settings(type="native", max_priority=3).default_priority
+            3
         """
         return min(_DEFAULT_PRIORITY, self.max_priority)
 
     @property
     def uses_tls(self) -> bool:
-        """Whether the connection is encrypted."""
+        """Whether the connection is encrypted.
+
+        Example:
+            >>> Settings(type="rabbitmq", url="amqps://localhost/").uses_tls
+            True
+        """
         if self.type == "kafka":
             return self.tls or self.tls_ca_file is not None or self.tls_cert_file is not None
         return (self.safe_url or "").lower().startswith(("amqps://", "rediss://"))
 
     @property
     def backend_key(self) -> str:
-        """Which column of the capability matrix applies, as far as the settings decide it.
+        """Column of the capability matrix that the settings select.
 
-        >>> Settings(type="native").backend_key
-        'native-memory'
+        Example:
+            >>> Settings(type="native").backend_key
+            'native-memory'
         """
         if self.type == "native":
             return "native-memory" if self.path is None else "native-durable"
@@ -418,40 +470,60 @@ class Settings(BaseSettings):
         return self.type
 
     def require_mode(self) -> None:
-        """Raise ``ConfigError`` for Redis settings without a ``mode``.
+        """Check that Redis settings set a ``mode``.
 
-        For commands and jobs that write: their messages would be published to subscribers that
-        may not exist, instead of a list that keeps them.
+        Commands and jobs that send messages call this method. With the default mode, a message
+        would be published to the current subscribers, if any, instead of being stored in a list.
+
+        Raises:
+            ConfigError: ``type`` is ``redis`` and ``mode`` is not set.
+
+        Example:
+            >>> Settings(type="redis", url="redis://localhost/", mode="list").require_mode()
         """
         if self._implicit_mode:
             raise ConfigError(
-                "type 'redis' needs an explicit mode here: mode='list' keeps each message until "
-                "one consumer has handled it, mode='pubsub' sends it to the subscribers of this "
-                "moment and keeps nothing"
+                "type 'redis' needs an explicit mode here: mode='list' stores each message until "
+                "one consumer has handled it, mode='pubsub' sends it to the current subscribers "
+                "and stores nothing"
             )
 
     def broker_name(self, name: str) -> str:
-        """What the broker calls a channel or dead-letter queue: the name after the prefix.
+        """Return the name of a channel or dead-letter queue on the broker.
 
-        >>> Settings(type="native", prefix="staging.").broker_name("orders")
-        'staging.orders'
+        Args:
+            name: Name of the channel or dead-letter queue.
+
+        Returns:
+            The name with the prefix.
+
+        Example:
+            >>> Settings(type="native", prefix="staging.").broker_name("orders")
+            'staging.orders'
         """
         return self.prefix + name
 
     def dead_letter_name(self, channel: str) -> str:
-        """The channel's dead-letter queue, before any prefix.
+        """Return the name of a channel's dead-letter queue, without the prefix.
 
-        >>> Settings(type="native").dead_letter_name("orders")
-        'orders_dlq'
+        Args:
+            channel: Name of the channel.
+
+        Returns:
+            The name of the dead-letter queue.
+
+        Example:
+            >>> Settings(type="native").dead_letter_name("orders")
+            'orders_dlq'
         """
-        usual = "_dlq" if self.type == "native" else ".dlq"
-        return channel + (self.dead_letter.suffix or usual)
+        default = "_dlq" if self.type == "native" else ".dlq"
+        return channel + (self.dead_letter.suffix or default)
 
 
 def _warn_default_mode(stacklevel: int) -> None:
     text = (
-        "type='redis' without a mode means 'pubsub' for now: messages are broadcast and lost when "
-        "nobody listens. Set mode='list' or mode='pubsub' explicitly"
+        "type='redis' without a mode currently means 'pubsub': messages are broadcast, and lost if "
+        "no consumer is subscribed. Set mode='list' or mode='pubsub' explicitly"
     )
     logger.warning(text)
     warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)

@@ -1,6 +1,6 @@
-"""What does not go together in settings, and addresses that cannot be. Private.
+"""Rules for combinations of settings and for broker URLs.
 
-The rules look at raw values, before pydantic does, so that one error can name every problem.
+The rules check raw values, before pydantic does, so that one error can list every problem.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXAMPLES = {
 }
 _SCHEMES = {"rabbitmq": ("amqp", "amqps"), "redis": ("redis", "rediss")}
 
-# Fields of some backends only; every other field is common to all of them.
+# Backends that support a field; a field that is not listed applies to all backends.
 BACKENDS_BY_FIELD: dict[str, tuple[str, ...]] = {
     "url": ("rabbitmq", "kafka", "redis"),
     "ack_deadline": ("native", "redis"),
@@ -52,15 +52,15 @@ _TLS_FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file")
 
 
 def check_combinations(values: Values) -> list[Problem]:
-    """What does not go together: fields of another backend, addresses, modes, files."""
+    """Return problems with fields of other backends, URLs, modes, replicas and files."""
     kind = values.get("type", "native")
     if not isinstance(kind, str) or not _is_backend(kind):
         return [(("type",), _unsupported(kind))]
     if kind not in BACKENDS:
-        return []  # a third party's backend knows its own rules
+        return []  # an add-on backend checks its own settings
     given = {name for name, value in values.items() if value is not None}
     problems: list[Problem] = [
-        ((name,), _foreign(name, kind, values))
+        ((name,), _wrong_backend(name, kind, values))
         for name in BACKENDS_BY_FIELD
         if name in given and kind not in BACKENDS_BY_FIELD[name]
     ]
@@ -88,14 +88,14 @@ def _added_backends() -> set[str]:
 
 
 def _unsupported(kind: object) -> str:
-    shown = "a value that is none of them"
+    shown = "another value"
     if isinstance(kind, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,32}", kind):
         shown = repr(kind)
     supported = ", ".join([*BACKENDS, *sorted(_added_backends())])
     return f"expected one of {supported} (a str, default: 'native'), got {shown}"
 
 
-def _foreign(name: str, kind: str, values: Values) -> str:
+def _wrong_backend(name: str, kind: str, values: Values) -> str:
     *others, last = BACKENDS_BY_FIELD[name]
     owners = f"{', '.join(others)} and {last}" if others else last
     chosen = repr(kind) if "type" in values else f"{kind!r} (the default)"
@@ -109,7 +109,7 @@ def _foreign(name: str, kind: str, values: Values) -> str:
 
 
 def _check_url(kind: str, url: object) -> list[Problem]:
-    """The address, without ever repeating it: what is wrong may be the password's characters."""
+    """Check the URL; the problem never contains it, because the fault may be in the password."""
     if kind not in EXAMPLES or not isinstance(url, (str, SecretStr, NoneType)):
         return []
     example = EXAMPLES[kind]
@@ -142,7 +142,7 @@ def _url_fault(kind: str, text: str) -> str | None:
     if _scheme(text) not in _SCHEMES[kind]:
         return f"the URL must begin with {schemes}"
     if re.search(r"[\s\x00-\x1f\x7f]", text):
-        return "the URL holds a space or control character; percent-encode it"
+        return "the URL contains a space or control character; percent-encode it"
     try:
         parts = urlsplit(text)
         path = parts.path if parts.hostname and parts.port != 0 and "@" not in parts.path else None
@@ -151,7 +151,7 @@ def _url_fault(kind: str, text: str) -> str | None:
     if path is None:
         return "the URL has no valid host or port (percent-encode @ : / # ? in the password)"
     if kind == "redis" and not re.fullmatch(r"/?[0-9]*", path):
-        return "the URL's path must be the number of a database"
+        return "the path of the URL must be a database number"
     return None
 
 
@@ -159,7 +159,7 @@ def _check_native(values: Values, given: set[str]) -> list[Problem]:
     problems: list[Problem] = []
     replicas = str(values.get("replicas", 1))
     if replicas.isdecimal() and int(replicas) > 1:
-        text = "native keeps one copy; use 1, or a broker that replicates (rabbitmq, kafka, redis)"
+        text = "native stores one copy; use 1, or a broker that replicates (rabbitmq, kafka, redis)"
         problems.append((("replicas",), text))
     path = values.get("path")
     if path is None:
@@ -170,32 +170,32 @@ def _check_native(values: Values, given: set[str]) -> list[Problem]:
         ]
     elif isinstance(path, (str, Path)):
         if not str(path).strip() or "\0" in str(path):
-            text = "is empty or holds a NUL; name a directory, or leave it out for memory only"
+            text = "is empty or contains NUL; name a directory, or remove it for memory only"
             problems.append((("path",), text))
         elif Path(path).exists() and not Path(path).is_dir():
-            problems.append((("path",), "is a file; name a directory, which is made if missing"))
+            problems.append((("path",), "is a file; name a directory, which is created if missing"))
     if path is not None and "fsync_interval" in given and values.get("fsync") != "interval":
         problems.append((("fsync_interval",), "has no effect without fsync='interval'"))
     return problems
 
 
 def _check_redis(values: Values, given: set[str]) -> list[Problem]:
-    lasting = values.get("mode") == "list"
-    leases = lasting and str(values.get("reliable", True)).lower() not in {
+    stores_messages = values.get("mode") == "list"
+    has_leases = stores_messages and str(values.get("reliable", True)).lower() not in {
         "false",
         "0",
         "no",
         "off",
     }
     problems: list[Problem] = []
-    if "reliable" in given and not lasting:
+    if "reliable" in given and not stores_messages:
         problems.append((("reliable",), "belongs to mode='list'; set that, or remove it"))
-    if "ack_deadline" in given and not leases:
-        text = "there are leases only with mode='list' and reliable=true; set those, or remove it"
+    if "ack_deadline" in given and not has_leases:
+        text = "leases need mode='list' and reliable=true; set those, or remove it"
         problems.append((("ack_deadline",), text))
     replicas = str(values.get("replicas", 1))
-    if replicas.isdecimal() and int(replicas) > 1 and not lasting:
-        text = "pub/sub keeps nothing, so there is nothing to replicate; use 1, or mode='list'"
+    if replicas.isdecimal() and int(replicas) > 1 and not stores_messages:
+        text = "pub/sub stores no messages to replicate; use 1, or mode='list'"
         problems.append((("replicas",), text))
     return problems
 
@@ -204,7 +204,7 @@ def _check_sasl(given: set[str]) -> list[Problem]:
     names = ("sasl_mechanism", "sasl_username", "sasl_password")
     if not given & set(names):
         return []
-    text = f"missing; {', '.join(names)} go together (a str, default: none)"
+    text = f"missing; set {', '.join(names)} together (a str, default: none)"
     return [((name,), text) for name in names if name not in given]
 
 
@@ -214,10 +214,10 @@ def _check_tls(kind: str, values: Values, given: set[str]) -> list[Problem]:
     for name in _TLS_FILES:
         value = values.get(name)
         if name in given and secure is not None and _scheme(url_text(values)) != secure:
-            problems.append(((name,), f"has an effect on {secure}:// only; change the url"))
+            problems.append(((name,), f"has an effect only with {secure}://; change the url"))
         elif isinstance(value, (str, Path)) and ("\0" in str(value) or not Path(value).is_file()):
-            # Not repeated: a key pasted in place of its file's name would be shown.
-            problems.append(((name,), "there is no such file; give the path of a PEM file"))
+            # The value is not shown: it may be a key that was pasted instead of a path.
+            problems.append(((name,), "no such file; give the path of a PEM file"))
     if "tls_key_file" in given and "tls_cert_file" not in given:
         problems.append((("tls_cert_file",), "missing; a tls_key_file needs its certificate"))
     return problems
@@ -229,16 +229,16 @@ def _scheme(url: str) -> str:
 
 
 def url_text(values: Values) -> str:
-    """The address as text, for looking at and never for showing."""
+    """Return the URL with its password; do not use it in messages."""
     url = values.get("url")
     return url.get_secret_value() if isinstance(url, SecretStr) else str(url or "")
 
 
 def mask_url(url: str) -> str:
-    """An address that may be shown: no password, no values of query parameters.
+    """Replace the password and the values of query parameters in a URL with ``***``.
 
-    What stands before the last ``@`` is taken for credentials, so that a password with stray
-    characters is hidden as well; better too much is hidden than a part of it shown.
+    Everything before the last ``@`` counts as credentials, so that a password with unescaped
+    characters is hidden too. This may hide too much, but it never shows part of the password.
 
     >>> mask_url("amqp://guest:pa@ss@host:5672/shop?heartbeat=5")
     'amqp://guest:***@host:5672/shop?heartbeat=***'
@@ -247,7 +247,7 @@ def mask_url(url: str) -> str:
     if not colon:
         head, rest = "", url
     start, mark, _ = rest.partition("?")
-    if mark and "@" not in start:  # an @ in the query is a parameter's, not a password's
+    if mark and "@" not in start:  # an @ in the query is part of a parameter
         rest, tail = start, rest[len(start) :]
     else:
         tail = ""

@@ -1,4 +1,4 @@
-"""Where settings come from: variables of the environment and a TOML file, as one. Private."""
+"""Sources of settings: environment variables and a TOML file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from qkit.settings.error_messages import PREFIX
 
 
 class TomlFile(NamedTuple):
+    """Path of a TOML file and the settings in it."""
+
     path: Path
     values: dict[str, object]
 
 
 class Environment(EnvSettingsSource):
-    """``QKIT_*`` variables; a section that is not JSON is left to validation to refuse."""
+    """Settings source that reads the ``QKIT_*`` environment variables."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> object:
+        """Decode a section as JSON; return invalid JSON unchanged, for validation to reject."""
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError:
@@ -32,9 +35,13 @@ class Environment(EnvSettingsSource):
 def merge(
     layers: list[tuple[str, Mapping[str, object]]],
 ) -> tuple[dict[str, object], dict[tuple[str, ...], str]]:
-    """All sources as one, the first one winning, and where each value came from.
+    """Merge sources; an earlier source overrides a later one.
 
-    A dict is a section and merged leaf by leaf; a section that is an instance is whole.
+    A dict is a section and is merged field by field. A section that is passed as an instance is
+    used unchanged.
+
+    Returns:
+        The merged values, and the origin of each value for error messages.
     """
     merged: dict[str, object] = {}
     sections: dict[str, dict[str, object]] = {}
@@ -65,13 +72,18 @@ def _origin(source: str, *names: str) -> str:
 
 
 def file_from_environment(environ: Mapping[str, str]) -> TomlFile | None:
-    """The file that ``QKIT_CONFIG`` names, if it names one."""
+    """Read the file that ``QKIT_CONFIG`` names; return ``None`` if it is not set."""
     path = environ.get(f"{PREFIX}CONFIG")
     return read_toml(Path(path)) if path else None
 
 
 def read_toml(path: Path) -> TomlFile:
-    """The settings in a TOML file; ``ConfigError`` with path and line if there are none."""
+    """Read the settings in a TOML file.
+
+    Raises:
+        ConfigError: The file is missing or invalid; the message contains its path and, if the
+            contents are invalid, the line.
+    """
     try:
         content = path.read_bytes()
     except OSError as exc:
@@ -83,17 +95,18 @@ def read_toml(path: Path) -> TomlFile:
         text = content.decode()
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as exc:
-        fault = f": not valid TOML: {_placed(exc, content)}"
+        fault = f": not valid TOML: {_with_line(exc, content)}"
     except UnicodeDecodeError as exc:
         line = content.count(b"\n", 0, exc.start) + 1
         fault = f", line {line}: not UTF-8; save the file as UTF-8"
-    # Raised out here: those errors may keep the whole file, passwords and all.
+    # Raised outside the except blocks, because the caught error may contain the whole file, with
+    # its passwords.
     if fault:
         raise ConfigError(f"{path}{fault}")
     table = values.get("qkit")
     return TomlFile(path, cast("dict[str, object]", table) if isinstance(table, dict) else values)
 
 
-def _placed(exc: tomllib.TOMLDecodeError, content: bytes) -> str:
+def _with_line(exc: tomllib.TOMLDecodeError, content: bytes) -> str:
     end = content.count(b"\n") + 1
     return str(exc).replace("at end of document", f"at line {end}, the end")

@@ -1,4 +1,4 @@
-"""``spark.read``: what a channel, or its dead letters, hold now, without consuming it."""
+"""Reader for ``spark.read``: a snapshot of a channel or its dead letters; it consumes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_ROWS: Final = 1_000_000
 
 
 class BatchReader(DataSourceReader):
-    """Reads in one task: brokers show their messages from the front, to one client."""
+    """Reader that peeks in one task, because a broker can peek only at the front of a queue."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -37,21 +37,28 @@ class BatchReader(DataSourceReader):
             native_path(plan)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """A single one; its value tells the task which native directory the driver sees."""
-        return [InputPartition(self._directory() if is_bulk(self._plan) else None)]
+        """Return a single partition with the id of the driver's native directory, if any."""
+        return [InputPartition(self._directory_id() if is_bulk(self._plan) else None)]
 
-    def _directory(self) -> bytes:
+    def _directory_id(self) -> bytes:
         path = check_directory(self._plan)
-        known = log_id(path)
-        if known is None:  # it has bulk files, and no engine was ever there
+        directory_id = log_id(path)
+        if directory_id is None:  # there are bulk files, but no engine has opened the directory
             with LoopThread("qkit-spark") as loop:
                 loop.call(lambda: import_waiting(self._plan))
-            known = log_id(path)
-        assert known is not None
-        return known
+            directory_id = log_id(path)
+        assert directory_id is not None
+        return directory_id
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """In a task: peek at the messages and return their rows."""
+        """Peek at the messages and return their rows; runs in a task.
+
+        Raises:
+            StorageError: This executor and the driver see different native directories.
+            Unsupported: The backend stores no messages.
+            QueueNotFound: The channel does not exist.
+            ConfigError: There are too many messages to read without a ``limit``.
+        """
         if is_bulk(self._plan) and log_id(native_path(self._plan)) != partition.value:
             raise not_shared(native_path(self._plan))
         return rows.batches(asyncio.run(self._peek()), self._plan)
@@ -61,7 +68,7 @@ class BatchReader(DataSourceReader):
         backend = open_backend(plan.settings, SystemClock())
         if not isinstance(backend, Admin) or not backend.capabilities.peek:
             raise Unsupported(
-                f"{backend.name} keeps no messages that could be looked at: read it as a stream",
+                f"{backend.name} stores no messages to peek at: read the channel as a stream",
                 backend=backend.name,
                 operation="peek",
                 queue=plan.channel,
@@ -70,15 +77,15 @@ class BatchReader(DataSourceReader):
             await start_for_reading(backend, plan)
             if not await exists(backend, plan):
                 return []
-            found = await backend.peek(plan.queue, plan.limit or MAX_ROWS + 1)
+            envelopes = await backend.peek(plan.queue, plan.limit or MAX_ROWS + 1)
         finally:
             await backend.aclose()
-        if plan.limit is None and len(found) > MAX_ROWS:
+        if plan.limit is None and len(envelopes) > MAX_ROWS:
             raise ConfigError(
-                f"it holds more than {MAX_ROWS:,} messages: set option('limit', …), or read a "
-                "stream",
+                f"the channel has more than {MAX_ROWS:,} messages: set option('limit', …), or "
+                "read it as a stream",
                 backend=backend.name,
                 operation="peek",
                 queue=plan.channel,
             )
-        return found
+        return envelopes

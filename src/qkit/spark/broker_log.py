@@ -1,4 +1,4 @@
-"""A stream of a broker that keeps a log: by offsets, without a consumer group."""
+"""Stream source for a broker with a log: reads by offset, without a consumer group."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["BrokerLog", "Span", "read"]
 OFFSETS_PER_TASK: Final = 50_000
 OFFSETS_PER_READ: Final = 5_000
 
-Offsets = dict[str, int]  # by partition, as Spark's checkpoint keeps them
+Offsets = dict[str, int]  # keys: partition numbers, as strings because the checkpoint is JSON
 
 
 class Span(NamedTuple):
-    """A range of one partition, for one task."""
+    """Range of offsets of one partition, for one task; ``last`` is exclusive."""
 
     partition: int
     first: int
@@ -38,80 +38,91 @@ class Span(NamedTuple):
 
 
 class BrokerLog:
-    """Offsets of Spark's are those of the partitions; the broker's retention bounds a replay."""
+    """Source whose Spark offsets are the offsets of the broker's partitions.
+
+    The broker's retention limits how far back a stream can start.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._loop: LoopThread | None = None
-        self._last: Offsets | None = None  # for who asks for what is there now, and no more
+        self._stop: Offsets | None = None  # set by ``limit_to_available``
 
     def initial(self) -> dict[str, Any]:
-        """The first or the next offset of each partition, as ``starting`` says."""
-        at = 0 if self._plan.starting == "earliest" else 1
-        return {"offsets": {str(place): span[at] for place, span in self._bounds().items()}}
+        """Return the first or the end offset of each partition, according to ``starting``."""
+        index = 0 if self._plan.starting == "earliest" else 1
+        bounds = self._bounds()
+        return {"offsets": {str(partition): span[index] for partition, span in bounds.items()}}
 
     def limit_to_available(self) -> None:
-        """From now on read only what is available now."""
-        self._last = {str(place): span[1] for place, span in self._bounds().items()}
+        """Limit the stream to the messages that are available now."""
+        self._stop = {str(partition): span[1] for partition, span in self._bounds().items()}
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-        """An end with at most ``limit`` offsets before it, the same share of each partition."""
+        """Return the end of the next batch: at most ``limit`` offsets over all partitions.
+
+        Raises:
+            StorageError: The log no longer contains the offsets of ``start``.
+        """
         offsets: Offsets = dict(start["offsets"])
         bounds = self._bounds()
-        for place, (first, after) in bounds.items():
-            at = offsets.setdefault(str(place), first)
-            if at < first:
-                raise self._gone(
-                    f"partition {place} begins at {first}, and this stream is at {at}: the broker "
-                    "deleted what lies between. Begin anew with another checkpoint, and raise the "
-                    "topic's retention"
+        for partition, (first, end) in bounds.items():
+            offset = offsets.setdefault(str(partition), first)
+            if offset < first:
+                raise self._storage_error(
+                    f"partition {partition} starts at offset {first}, but this stream is at offset "
+                    f"{offset}: the broker deleted the messages between them. Start again with a "
+                    "new checkpoint, and increase the retention of the topic"
                 )
-            if at > after:
-                raise self._gone(
-                    f"partition {place} ends at {after}, and this stream is at {at}: the topic was "
-                    "deleted and made again. Begin anew with another checkpoint"
+            if offset > end:
+                raise self._storage_error(
+                    f"partition {partition} ends at offset {end}, but this stream is at offset "
+                    f"{offset}: the topic was deleted and recreated. Start again with a new "
+                    "checkpoint"
                 )
-        ends = {str(place): after for place, (_, after) in bounds.items()}
-        if self._last is not None:
-            ends = {place: min(after, self._last.get(place, 0)) for place, after in ends.items()}
-        waiting = {place: max(0, end - offsets[place]) for place, end in ends.items()}
-        for name, share in _shares(waiting, limit).items():
-            offsets[name] += share
+        ends = {str(partition): end for partition, (_, end) in bounds.items()}
+        if self._stop is not None:
+            ends = {
+                partition: min(end, self._stop.get(partition, 0)) for partition, end in ends.items()
+            }
+        available = {partition: max(0, end - offsets[partition]) for partition, end in ends.items()}
+        for name, count in _shares(available, limit).items():
+            offsets[name] += count
         return {"offsets": offsets}
 
     def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[Span]:
-        """The ranges between, in parts for tasks."""
+        """Return the ranges between two offsets, split for tasks."""
         begins: Offsets = start["offsets"]
         found: list[Span] = []
-        for place, last in sorted(end["offsets"].items()):
-            begin = begins.get(place)
-            if begin is None:  # a partition that was added since
-                begin = self._bounds()[int(place)][0]
+        for partition, last in sorted(end["offsets"].items()):
+            begin = begins.get(partition)
+            if begin is None:  # the partition was added after ``start``
+                begin = self._bounds()[int(partition)][0]
             found += [
-                Span(int(place), first, min(first + OFFSETS_PER_TASK, last))
+                Span(int(partition), first, min(first + OFFSETS_PER_TASK, last))
                 for first in range(begin, last, OFFSETS_PER_TASK)
             ]
         return found
 
     def commit(self, end: Mapping[str, Any]) -> None:
-        """The broker keeps what it keeps."""
+        """Do nothing: the broker's retention decides what is deleted."""
 
     def close(self) -> None:
-        """End the thread; connections are opened for each look."""
+        """Stop the event-loop thread; no connection stays open between calls."""
         if self._loop is not None:
             self._loop.close()
             self._loop = None
 
-    def _gone(self, text: str) -> StorageError:
+    def _storage_error(self, text: str) -> StorageError:
         return StorageError(text, operation="read", queue=self._plan.channel)
 
     def _bounds(self) -> dict[int, tuple[int, int]]:
         if self._loop is None:
             self._loop = LoopThread("qkit-spark")
-        return self._loop.call(self._ask)
+        return self._loop.call(self._fetch_bounds)
 
-    async def _ask(self) -> dict[int, tuple[int, int]]:
-        backend = _opened(self._plan)
+    async def _fetch_bounds(self) -> dict[int, tuple[int, int]]:
+        backend = _backend_of(self._plan)
         await backend.start()
         try:
             assert isinstance(backend, Log)
@@ -119,22 +130,22 @@ class BrokerLog:
         except QueueNotFound:
             if await exists(backend, self._plan):
                 raise
-            return {}  # no dead letter yet: the partitions are found when they are there
+            return {}  # there is no dead-letter topic yet; its partitions are found later
         finally:
             await backend.aclose()
 
 
 def read(plan: Plan, span: Span) -> Iterator[pa.RecordBatch]:
-    """In a task: the rows of a range.
+    """Read the rows of one range; runs in a task.
 
-    A message that was given back and delivered again is in the log again; only the first is a row.
+    The log contains a retried message once per attempt; only the first copy is returned.
     """
     return rows.batches(_messages(plan, span), plan)
 
 
 def _messages(plan: Plan, span: Span) -> Iterator[Envelope]:
     with asyncio.Runner() as runner:
-        backend = _opened(plan)
+        backend = _backend_of(plan)
         assert isinstance(backend, Log)
         runner.run(backend.start())
         try:
@@ -148,21 +159,21 @@ def _messages(plan: Plan, span: Span) -> Iterator[Envelope]:
             runner.run(backend.aclose())
 
 
-def _opened(plan: Plan) -> Backend:
+def _backend_of(plan: Plan) -> Backend:
     return open_backend(plan.settings, SystemClock())
 
 
-def _shares(waiting: Mapping[str, int], limit: int | None) -> dict[str, int]:
-    """How many offsets of each partition, ``limit`` in all; those with few give to the others.
+def _shares(available: Mapping[str, int], limit: int | None) -> dict[str, int]:
+    """Divide ``limit`` offsets among the partitions; unused shares go to the others.
 
     >>> _shares({"0": 2, "1": 90, "2": 90}, 20)
     {'0': 2, '1': 9, '2': 9}
     """
-    if limit is None or sum(waiting.values()) <= limit:
-        return dict(waiting)
+    if limit is None or sum(available.values()) <= limit:
+        return dict(available)
     shares: dict[str, int] = {}
-    left = limit
-    for at, place in enumerate(sorted(waiting, key=waiting.__getitem__)):
-        shares[place] = min(waiting[place], left // (len(waiting) - at))
-        left -= shares[place]
+    remaining = limit
+    for index, partition in enumerate(sorted(available, key=available.__getitem__)):
+        shares[partition] = min(available[partition], remaining // (len(available) - index))
+        remaining -= shares[partition]
     return shares

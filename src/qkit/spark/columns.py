@@ -1,4 +1,4 @@
-"""Which columns of a DataFrame are a message's body, and which say how it travels."""
+"""Mapping of a DataFrame's columns to the body and the metadata of messages."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from qkit.spark.options import METADATA
 __all__ = ["VALUE", "Columns", "columns_of"]
 
 VALUE: Final = "value"
-_WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)
-_NUMBER: Final = (*_WHOLE, FloatType, DoubleType, DecimalType)
-_WANTED: Final[dict[str, tuple[tuple[type[DataType], ...], str]]] = {
+_INTEGER_TYPES: Final = (ByteType, ShortType, IntegerType, LongType)
+_NUMBER_TYPES: Final = (*_INTEGER_TYPES, FloatType, DoubleType, DecimalType)
+_METADATA_TYPES: Final[dict[str, tuple[tuple[type[DataType], ...], str]]] = {
     "key": ((StringType,), "string"),
-    "priority": (_WHOLE, "int"),
-    "delay": (_NUMBER, "double"),
-    "ttl": (_NUMBER, "double"),
+    "priority": (_INTEGER_TYPES, "int"),
+    "delay": (_NUMBER_TYPES, "double"),
+    "ttl": (_NUMBER_TYPES, "double"),
     "headers": ((MapType,), "map<string,string>"),
 }
 
 Kind = Literal["row", "struct", "text", "bytes"]
-NONE: Final = SendOptions()
+_NO_OPTIONS: Final = SendOptions()
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How the rows of one schema become messages.
+    """Mapping of the columns of one schema to messages.
 
-    ``kind`` says what the body is: the whole row or a struct, as JSON; a text that is JSON
-    already; or bytes as they are.
+    ``kind`` is the kind of body: ``row`` (the whole row as JSON), ``struct`` (one struct as
+    JSON), ``text`` (a string, sent unchanged) or ``bytes`` (sent unchanged).
     """
 
     kind: Kind
-    metadata: tuple[tuple[str, str], ...]  # what of a message, and the column's name
+    metadata: tuple[tuple[str, str], ...]  # pairs of a metadata field and its column
 
     def rows(self, batch: pa.RecordBatch) -> Iterator[tuple[Any, SendOptions]]:
-        """Each row's body as Python has it, and its options; those that are null are left out."""
+        """Iterate over the rows as pairs of a body and its send options, without null options."""
         bodies: list[Any]
         if self.kind == "row":
             bodies = batch.to_pylist(maps_as_pydicts="strict")
@@ -66,7 +66,7 @@ class Columns:
 
     def _options(self, batch: pa.RecordBatch) -> Iterator[SendOptions]:
         if not self.metadata:
-            return repeat(NONE)
+            return repeat(_NO_OPTIONS)
         names = [name for name, _ in self.metadata]
         columns = [_values(batch, column) for _, column in self.metadata]
         return (
@@ -83,39 +83,41 @@ class Columns:
 
 
 def columns_of(schema: StructType, chosen: Mapping[str, str]) -> Columns:
-    """Decide by the schema, on the driver.
+    """Derive the mapping from the schema of a DataFrame.
 
-    With a ``value`` column that is the body, and columns named key, priority, delay, ttl and
-    headers are the message's own; any other has no place. Without one every column is in the body,
-    and ``chosen`` says which of them are the key and so on as well.
+    If there is a column ``value``, it is the body, and the columns ``key``, ``priority``,
+    ``delay``, ``ttl`` and ``headers`` are metadata; other columns are rejected. If there is none,
+    every column is part of the body, and ``chosen`` names the columns that are metadata as well.
 
-    Raises ``ConfigError``.
+    Raises:
+        ConfigError: A column is missing, duplicated, unexpected or of the wrong type.
     """
     names = schema.fieldNames()
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        raise ConfigError(f"two columns are called {doubled[0]!r}: rename one")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigError(f"two columns are named {duplicates[0]!r}: rename one")
     if not names:
-        raise ConfigError("there are no columns: a message needs a body")
-    found = dict(chosen)
+        raise ConfigError("the DataFrame has no columns: a message needs a body")
+    metadata = dict(chosen)
     kind: Kind = "row"
     if VALUE in names:
-        kind = _kind(schema[VALUE].dataType)
-        found = {name: name for name in METADATA if name in names} | found
-        stray = [name for name in names if name != VALUE and name not in found.values()]
-        if stray:
+        kind = _kind_of(schema[VALUE].dataType)
+        metadata = {name: name for name in METADATA if name in names} | metadata
+        unexpected = [name for name in names if name != VALUE and name not in metadata.values()]
+        if unexpected:
             raise ConfigError(
-                f"beside 'value' there is no place for the column {stray[0]!r}: drop it, or put "
-                "all into the body by leaving 'value' out, or by struct(…) as 'value'"
+                f"unexpected column {unexpected[0]!r} next to 'value': drop it, or add it to the "
+                "body with struct(…) as 'value', or rename 'value' so that all columns form "
+                "the body"
             )
-    for name, column in found.items():
+    for name, column in metadata.items():
         if column not in names:
-            raise ConfigError(f"option {name!r} names the column {column!r}, which is not there")
-        _check(name, column, schema[column].dataType)
-    return Columns(kind, tuple(found.items()))
+            raise ConfigError(f"option {name!r} names the column {column!r}, which does not exist")
+        _check_type(name, column, schema[column].dataType)
+    return Columns(kind, tuple(metadata.items()))
 
 
-def _kind(type_: DataType) -> Kind:
+def _kind_of(type_: DataType) -> Kind:
     if isinstance(type_, StructType):
         return "struct"
     if isinstance(type_, StringType):
@@ -123,25 +125,25 @@ def _kind(type_: DataType) -> Kind:
     if isinstance(type_, BinaryType):
         return "bytes"
     raise ConfigError(
-        f"the column 'value' is of type {type_.simpleString()}: make it a struct (sent as JSON), "
-        "a string (JSON already) or binary (sent as it is)"
+        f"the column 'value' has the type {type_.simpleString()}: expected a struct (sent as "
+        "JSON), a string (already JSON) or binary (sent unchanged)"
     )
 
 
-def _check(name: str, column: str, type_: DataType) -> None:
-    allowed, word = _WANTED[name]
+def _check_type(name: str, column: str, type_: DataType) -> None:
+    allowed, expected = _METADATA_TYPES[name]
     fits = isinstance(type_, allowed)
     if isinstance(type_, MapType):
         fits = isinstance(type_.keyType, StringType) and isinstance(type_.valueType, StringType)
     if not fits:
         raise ConfigError(
-            f"the column {column!r} is the message's {name} and of type {type_.simpleString()}: "
-            f"cast it to {word}"
+            f"the column {column!r} is the {name} of the message, but has the type "
+            f"{type_.simpleString()}: cast it to {expected}"
         )
 
 
 def _values(batch: pa.RecordBatch, column: str) -> list[Any]:
     values = batch.column(column)
-    if pa.types.is_decimal(values.type):  # seconds: 1.5 may come as a decimal too
+    if pa.types.is_decimal(values.type):  # Spark reads the literal 1.5 as a decimal
         values = values.cast(pa.float64())
     return list(values.to_pylist(maps_as_pydicts="strict"))

@@ -1,6 +1,6 @@
-"""What a reader does before it reads: find the channel, and have bulk files imported.
+"""Checks before a read: the channel exists, and committed bulk files are imported.
 
-A channel that does not exist is an error, never a result without rows, and no reader creates one.
+A missing channel is an error, not an empty result, and a reader never creates a channel.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from qkit.native.log.reader import channels
 from qkit.spark.options import Plan
 from qkit.spark.sinks import is_bulk, native_path
 
-__all__ = ["check_directory", "exists", "exists_in_log", "import_waiting", "start_for_reading"]
+__all__ = [
+    "check_directory",
+    "check_exists_in_log",
+    "exists",
+    "import_waiting",
+    "start_for_reading",
+]
 
 
 async def start_for_reading(backend: Backend, plan: Plan) -> None:
-    """Start a backend of the plan's settings, and have bulk files imported before it is read.
+    """Start a backend for a read, and wait until committed bulk files are imported.
 
     Raises:
         QueueNotFound: The native directory does not exist; it is not created.
@@ -36,33 +42,36 @@ async def start_for_reading(backend: Backend, plan: Plan) -> None:
 
 
 async def exists(backend: Backend, plan: Plan) -> bool:
-    """Return whether there is something to read, without creating it.
+    """Return whether the channel or dead-letter queue to read exists; create nothing.
 
     Returns:
-        False if dead letters are asked for and the channel has no dead-letter queue yet.
+        False if the plan reads dead letters and the channel has no dead-letter queue yet.
 
     Raises:
-        QueueNotFound: The channel does not exist. On Redis pub/sub no channel does.
+        QueueNotFound: The channel does not exist. Not raised for Redis pub/sub, where the server
+            stores nothing about a channel.
     """
     topics_only = not backend.capabilities.queues
     if topics_only and not plan.dead_letters:
         return True
-    if await _is_there(backend, plan.queue, broadcast=plan.broadcast and not plan.dead_letters):
+    if await _channel_exists(
+        backend, plan.queue, broadcast=plan.broadcast and not plan.dead_letters
+    ):
         return True
     channel = plan.settings.broker_name(plan.channel)
     if plan.dead_letters and (
-        topics_only or await _is_there(backend, channel, broadcast=plan.broadcast)
+        topics_only or await _channel_exists(backend, channel, broadcast=plan.broadcast)
     ):
         return False
     raise _not_found(plan, backend.name)
 
 
-async def _is_there(backend: Backend, queue: str, *, broadcast: bool) -> bool:
+async def _channel_exists(backend: Backend, queue: str, *, broadcast: bool) -> bool:
     if isinstance(backend, Admin) and not broadcast:
         with suppress(QueueNotFound):
             await backend.stats(queue)
             return True
-    try:  # it also finds a list of Redis that another program made
+    try:  # this also finds a Redis list that another program created
         await backend.declare(QueueSpec(name=queue, broadcast=broadcast, passive=True))
     except QueueNotFound:
         return False
@@ -70,10 +79,10 @@ async def _is_there(backend: Backend, queue: str, *, broadcast: bool) -> bool:
 
 
 def _not_found(plan: Plan, backend: str) -> QueueNotFound:
-    place = plan.settings.safe_url or str(plan.settings.path)
+    location = plan.settings.safe_url or str(plan.settings.path)
     return QueueNotFound(
-        f"there is no channel {plan.channel!r} in {place}: check the name and the address; a "
-        "reader creates no channel",
+        f"there is no channel {plan.channel!r} in {location}: check the name and the address; "
+        "reading does not create a channel",
         backend=backend,
         operation="read",
         queue=plan.channel,
@@ -84,34 +93,38 @@ def _not_found(plan: Plan, backend: str) -> QueueNotFound:
 
 
 def check_directory(plan: Plan) -> Path:
-    """Return the native directory. Raises ``QueueNotFound`` if an engine was never there."""
+    """Return the native directory.
+
+    Raises:
+        QueueNotFound: The directory has neither a log nor bulk files.
+    """
     path = Path(native_path(plan))
     if not (path / "log").is_dir() and not published_jobs(path):
         raise _not_found(plan, "native")
     return path
 
 
-def exists_in_log(plan: Plan) -> None:
-    """Raise ``QueueNotFound`` unless the log of the native directory tells of the channel.
+def check_exists_in_log(plan: Plan) -> None:
+    """Raise ``QueueNotFound`` if the log of the native directory does not contain the channel.
 
-    For a stream of dead letters the channel is enough: its dead-letter queue may come later.
+    A stream of dead letters needs only the channel: the dead-letter queue may be created later.
     """
-    known = channels(native_path(plan))
+    existing = channels(native_path(plan))
     wanted = {plan.queue, plan.settings.broker_name(plan.channel)}
-    if not known & wanted:
+    if not existing & wanted:
         raise _not_found(plan, "native")
 
 
 async def import_waiting(plan: Plan) -> None:
-    """Have the bulk files imported that were committed before this call.
+    """Wait until the bulk files that are already committed are in the log.
 
-    The owner of the directory imports them; if there is none, this process owns the directory
-    meanwhile. Either way they are in the log when this returns.
+    The owner of the directory imports them. If there is no owner, this process becomes the owner
+    until they are imported.
 
     Raises:
-        BackendUnavailable: They are not imported, although there is an owner.
-        LogDamaged: A bulk file that may hold messages of this channel is damaged.
-        ConfigError: A bulk file declares this channel in a way that is refused.
+        BackendUnavailable: There is an owner, but it did not import them in time.
+        LogDamaged: A bulk file that may contain messages of this channel is damaged.
+        ConfigError: A bulk file declares this channel with an invalid configuration.
     """
     path = check_directory(plan)
     if not published_jobs(path):
@@ -119,7 +132,7 @@ async def import_waiting(plan: Plan) -> None:
     backend = open_backend(plan.settings, SystemClock())
     try:
         await backend.start()
-    except BackendUnavailable as error:  # an owner on another machine imports them as well
+    except BackendUnavailable as error:  # an owner on another machine imports them
         logger.warning("%s: %s", plan.channel, error)
     try:
         await _wait_for_import(plan)

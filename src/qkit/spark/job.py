@@ -1,4 +1,4 @@
-"""What the jobs in ``spark/`` share: arguments that choose a channel, a session, plain errors."""
+"""Helpers for the jobs in ``spark/``: channel arguments, Spark session, error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final
 
-from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # it has no types
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # no type information
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
@@ -27,15 +27,15 @@ __all__ = [
     "session",
 ]
 
-_TRACE: Final = "Traceback (most recent call last):"
-_AFTER_FRAMES: Final = re.compile(r"^\S.*", re.MULTILINE | re.DOTALL)
-_END: Final = re.compile(r" *SQLSTATE: | \(SQLSTATE|\n\tat |\n\n")
-_OURS: Final = re.compile(r"qkit\.errors\.\w+: ")
-_NEWS_OF_JAVA: Final = re.compile(r"An error occurred while calling \S+\n: ([\w.$]+: )?")
+_TRACEBACK: Final = "Traceback (most recent call last):"
+_RAISED_ERROR: Final = re.compile(r"^\S.*", re.MULTILINE | re.DOTALL)
+_MESSAGE_END: Final = re.compile(r" *SQLSTATE: | \(SQLSTATE|\n\tat |\n\n")
+_QKIT_ERROR: Final = re.compile(r"qkit\.errors\.\w+: ")
+_JAVA_PREFIX: Final = re.compile(r"An error occurred while calling \S+\n: ([\w.$]+: )?")
 
 
 def parser(description: str, example: str) -> argparse.ArgumentParser:
-    """A parser whose ``--help`` ends with an example."""
+    """Return an argument parser whose ``--help`` ends with an example."""
     return argparse.ArgumentParser(
         description=description,
         epilog=f"example:\n  {example}",
@@ -44,45 +44,45 @@ def parser(description: str, example: str) -> argparse.ArgumentParser:
 
 
 def add_channel(arguments: argparse.ArgumentParser) -> None:
-    """The channel, and where its settings come from."""
-    arguments.add_argument("--channel", required=True, help="the queue or topic")
-    arguments.add_argument("--config", metavar="FILE", help="settings, such as qkit.toml")
+    """Add the arguments for a channel and its settings."""
+    arguments.add_argument("--channel", required=True, help="name of the queue or topic")
+    arguments.add_argument("--config", metavar="FILE", help="settings file, such as qkit.toml")
     arguments.add_argument(
         "--set",
         metavar="NAME=VALUE",
         type=_pair,
         action="append",
         default=[],
-        help="a setting or option, such as type=redis or retry.max_attempts=5; wins over the file",
+        help="setting or option, such as type=redis or retry.max_attempts=5; overrides the file",
     )
 
 
 def _pair(text: str) -> tuple[str, str]:
     name, separator, value = text.partition("=")
     if not name or not separator:
-        raise argparse.ArgumentTypeError(f"{text!r}: write it as name=value")
+        raise argparse.ArgumentTypeError(f"expected name=value, got {text!r}")
     return name, value
 
 
 def count(text: str) -> int:
-    """The type of an argument that counts something."""
+    """Parse a command-line argument that must be a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text!r}")
     return int(text)
 
 
 def options_of(given: argparse.Namespace, **more: str | None) -> dict[str, str]:
-    """The options for ``format("qkit")``; of ``more`` those that are there."""
+    """Return the options for ``format("qkit")``, without ``None`` values."""
     options = {**dict(given.set), "channel": given.channel, "config": given.config, **more}
     return {name: value for name, value in options.items() if value is not None}
 
 
 @contextmanager
 def session(name: str) -> Generator[SparkSession]:
-    """A session that knows ``format("qkit")``; its workers run the Python that runs this.
+    """Open a Spark session with ``format("qkit")``; its workers use this Python interpreter.
 
-    Its log is off: ``report_errors`` reports what fails once, without traces of Java. So are its
-    bars of progress: they would stand between the lines of a job.
+    Spark's log is off, because ``report_errors`` prints each failure once, without Java stack
+    traces. Spark's progress bars are off, because they would mix with the output of the job.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName(name).config("spark.ui.showConsoleProgress", "false")
@@ -96,23 +96,23 @@ def session(name: str) -> Generator[SparkSession]:
 
 @contextmanager
 def report_errors() -> Generator[None]:
-    """Print an error as plain text: exit code 2 if nothing was begun, 1 if Spark failed."""
+    """Print an error as plain text and exit: 1 if Spark failed, 130 if interrupted, else 2."""
     try:
         yield
     except (QueueError, OSError) as error:
-        code, words = 2, str(error)
+        code, message = 2, str(error)
     except (PySparkException, Py4JJavaError) as error:
-        code, words = 1, plain_message(str(error))
+        code, message = 1, plain_message(str(error))
     except KeyboardInterrupt:
-        code, words = 130, "interrupted"
+        code, message = 130, "interrupted"
     else:
         return
-    print(f"error: {words}", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def plain_message(text: str) -> str:
-    """An error of Spark's without its traces: what a worker raised, if one did.
+    """Return a Spark error without stack traces: the error of the Python worker, if there is one.
 
     >>> plain_message("[PATH_NOT_FOUND] Path does not exist: file:/x. SQLSTATE: 42K03")
     '[PATH_NOT_FOUND] Path does not exist: file:/x.'
@@ -120,7 +120,7 @@ def plain_message(text: str) -> str:
     ...               "qkit.errors.ConfigError: 1 problem:\\n  - colour\\n SQLSTATE: 38000")
     '1 problem:\\n  - colour'
     """
-    _, trace, after = text.rpartition(_TRACE)
-    raised = _AFTER_FRAMES.search(after) if trace else None
-    words = _NEWS_OF_JAVA.sub("", text.strip()) if raised is None else raised[0]
-    return _OURS.sub("", _END.split(words, maxsplit=1)[0]).strip()
+    _, found, after = text.rpartition(_TRACEBACK)
+    raised = _RAISED_ERROR.search(after) if found else None
+    message = _JAVA_PREFIX.sub("", text.strip()) if raised is None else raised[0]
+    return _QKIT_ERROR.sub("", _MESSAGE_END.split(message, maxsplit=1)[0]).strip()

@@ -1,7 +1,7 @@
-"""Kafka at cluster scale: qkit's wire format for Spark's own connector, made and read by Spark.
+"""qkit's Kafka message format for Spark's own connector, written and parsed by Spark SQL.
 
-No row passes through Python on this way. What the connector cannot carry (validation, delays,
-compression by qkit) goes through the data source instead.
+No row passes through Python. Features that the connector lacks (validation, delays, qkit's
+compression) require ``format("qkit")``.
 """
 
 from __future__ import annotations
@@ -11,38 +11,63 @@ from typing import TYPE_CHECKING, Any, Final
 from qkit._internal.names import check_name
 from qkit.errors import Unsupported
 from qkit.settings.model import Settings
-from qkit.spark.columns import VALUE, columns_of
+from qkit.spark.columns import VALUE, Columns, columns_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["connector_options", "from_kafka_frame", "has_connector", "kafka_frame", "suits"]
+__all__ = [
+    "connector_options",
+    "connector_supports",
+    "from_kafka_frame",
+    "has_connector",
+    "kafka_frame",
+]
 
-_OWN: Final = (
+_RESERVED_HEADERS: Final = (
     "'qkit-id', 'qkit-attempt', 'qkit-not-before', 'qkit-expires-at', 'qkit-removed', "
     "'qkit-original-topic', 'qkit-original-partition', 'qkit-original-offset'"
 )
-_PROVIDER: Final = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
-_MARGIN: Final = 128 << 10  # beside the body: headers, and the frame around them
-_CONNECTOR: Final = frozenset({"key", "ttl", "headers", "channel", "broadcast"})
+_CONNECTOR_CLASS: Final = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
+_REQUEST_OVERHEAD_BYTES: Final = 128 << 10  # for headers and framing
+_SUPPORTED_OPTIONS: Final = frozenset({"key", "ttl", "headers", "channel", "broadcast"})
 
 
 def kafka_frame(
     df: DataFrame, channel: str, *, settings: Settings | None = None, **columns: str
 ) -> DataFrame:
-    """``topic``, ``key``, ``value`` and ``headers`` for ``df.write.format("kafka")``.
+    """Return the columns that ``df.write.format("kafka")`` needs, in qkit's format.
 
-    Columns mean what they mean to ``format("qkit")``; ``columns`` says which are the ``key``,
-    ``ttl`` and ``headers`` where there is no ``value`` column. The consumer of any qkit service
-    reads what is written. Raises ``Unsupported`` for priorities and delays, ``ConfigError``.
+    Any qkit consumer can read the messages.
+
+    Args:
+        df: The rows, with the column rules of ``format("qkit")``: all columns together form the
+            JSON body, unless there is a column ``value``.
+        channel: The queue or topic to send to.
+        settings: Settings whose ``prefix`` is part of the topic name. Default: no prefix.
+        columns: Columns that hold the ``key``, ``ttl`` (in seconds) and ``headers``, for example
+            ``key="customer"``.
+
+    Returns:
+        A DataFrame with the columns ``topic``, ``key``, ``value`` and ``headers``.
+
+    Raises:
+        Unsupported: A column is a priority or a delay, which the connector cannot send.
+        ConfigError: A column is missing, unexpected or of the wrong type.
+
+    Example:
+        >>> df = spark.sql("select 1 as id, 'c1' as customer")  # doctest: +SKIP
+        >>> frame = qkit.spark.kafka_frame(df, "orders", key="customer")  # doctest: +SKIP
+        >>> frame.columns  # doctest: +SKIP
+        ['topic', 'key', 'value', 'headers']
     """
     found = columns_of(df.schema, columns)
     chosen = dict(found.metadata)
     for name in ("priority", "delay"):
         if name in chosen:
             raise Unsupported(
-                f"the column {chosen[name]!r} is the message's {name}, which Spark's connector "
-                "cannot carry: drop it, or write with format('qkit')",
+                f"the column {chosen[name]!r} is the {name} of the message, which Spark's Kafka "
+                "connector cannot send: drop it, or write with format('qkit')",
                 backend="kafka",
                 operation="send",
                 queue=channel,
@@ -52,29 +77,34 @@ def kafka_frame(
         "struct": f"to_json({VALUE}, map('ignoreNullFields', 'false'))",
     }.get(found.kind, VALUE)
     topic = check_name(channel) if settings is None else settings.broker_name(check_name(channel))
-    headers = [_header("qkit-id", _ID)]
-    if found.kind == "bytes":
-        headers.append(_header("content-type", "'application/octet-stream'"))
-    optional = [f"array({', '.join(headers)})"]
-    if "ttl" in chosen:
-        at = f"unix_millis(current_timestamp()) + ceil({_column(chosen['ttl'])} * 1000)"
-        some = f"array({_header('qkit-expires-at', f'string({at})')})"
-        optional.append(f"if({_column(chosen['ttl'])} is null, {_NO_HEADERS}, {some})")
-    if "headers" in chosen:
-        entries = f"map_entries({_column(chosen['headers'])})"
-        optional.append(
-            f"coalesce(transform({entries}, e -> {_header_of('e.key', 'e.value')}), {_NO_HEADERS})"
-        )
     key = f"binary({_column(chosen['key'])})" if "key" in chosen else "cast(null as binary)"
     return df.selectExpr(
         f"'{topic}' as topic",
         f"{key} as key",
         f"binary({body}) as value",
-        f"concat({', '.join(optional)}) as headers",
+        f"{_headers(found)} as headers",
     )
 
 
-# UUIDv7 without dashes, as ``new_id`` makes them. Spark's uuid() is the same in a retried task.
+def _headers(columns: Columns) -> str:
+    chosen = dict(columns.metadata)
+    headers = [_header("qkit-id", _ID)]
+    if columns.kind == "bytes":
+        headers.append(_header("content-type", "'application/octet-stream'"))
+    optional = [f"array({', '.join(headers)})"]
+    if "ttl" in chosen:
+        at = f"unix_millis(current_timestamp()) + ceil({_column(chosen['ttl'])} * 1000)"
+        present = f"array({_header('qkit-expires-at', f'string({at})')})"
+        optional.append(f"if({_column(chosen['ttl'])} is null, {_NO_HEADERS}, {present})")
+    if "headers" in chosen:
+        entries = f"map_entries({_column(chosen['headers'])})"
+        optional.append(
+            f"coalesce(transform({entries}, e -> {_header_of('e.key', 'e.value')}), {_NO_HEADERS})"
+        )
+    return f"concat({', '.join(optional)})"
+
+
+# UUIDv7 without dashes, as in ``new_id``. Spark's uuid() returns the same value in a retried task.
 _ID: Final = (
     "concat(lpad(lower(hex(unix_millis(current_timestamp()))), 12, '0'), '7', "
     "regexp_replace(uuid(), '^(.{8})-(.{3}).-(.{3}).-.{4}-(.{4})(.{8})$', '$2' || '8' || '$3$4$5'))"
@@ -95,57 +125,70 @@ def _column(name: str) -> str:
 
 
 def from_kafka_frame(df: DataFrame) -> DataFrame:
-    """The columns of ``format("qkit")`` from what ``spark.read.format("kafka")`` gives.
+    """Convert rows of ``spark.read.format("kafka")`` to the columns of ``format("qkit")``.
 
-    Read with ``option("includeHeaders", "true")``: that is where qkit's facts are.
+    Args:
+        df: Rows that were read with ``option("includeHeaders", "true")``, because qkit stores the
+            id, attempt and times of a message in its headers.
+
+    Returns:
+        A DataFrame with the columns ``id``, ``value``, ``headers``, ``key``, ``priority`` (always
+        null), ``attempt``, ``sent_at``, ``not_before`` and ``expires_at``.
+
+    Example:
+        >>> sent = qkit.spark.kafka_frame(spark.range(1), "orders")  # doctest: +SKIP
+        >>> columns = ["*", "0 as partition", "0L as offset", "now() as timestamp"]
+        >>> kafka = sent.selectExpr(*columns)  # doctest: +SKIP
+        >>> qkit.spark.from_kafka_frame(kafka).first()["value"]  # doctest: +SKIP
+        b'{"id":0}'
     """
     last = "filter(headers, (h, i) -> not exists(slice(headers, i + 2, 1000), x -> x.key = h.key))"
-    told = df.selectExpr("*", f"coalesce(map_from_entries({last}), map()) as told").where(
-        "told['qkit-removed'] is null"
+    frame = df.selectExpr("*", f"coalesce(map_from_entries({last}), map()) as by_name").where(
+        "by_name['qkit-removed'] is null"
     )
-    number = "try_cast(string(told['{}']) as long)"
-    facts = {
+    number = "try_cast(string(by_name['{}']) as long)"
+    numbers = {
         name: number.format(f"qkit-{name}") for name in ("attempt", "not-before", "expires-at")
     }
-    return told.selectExpr(
-        "coalesce(string(told['qkit-id']), concat_ws('-', topic, partition, offset)) as id",
+    user_headers = f"map_filter(by_name, (k, v) -> k not in ({_RESERVED_HEADERS}))"
+    return frame.selectExpr(
+        "coalesce(string(by_name['qkit-id']), concat_ws('-', topic, partition, offset)) as id",
         "coalesce(value, binary('')) as value",
-        f"transform_values(map_filter(told, (k, v) -> k not in ({_OWN})), (k, v) -> string(v))"
-        " as headers",
+        f"transform_values({user_headers}, (k, v) -> string(v)) as headers",
         "string(key) as key",
         "cast(null as int) as priority",
-        f"int(coalesce({facts['attempt']}, 0) + 1) as attempt",
-        "if(string(told['qkit-id']) rlike '^[0-9a-f]{12}7[0-9a-f]{19}$', timestamp_millis("
-        "bigint(conv(substr(string(told['qkit-id']), 1, 12), 16, 10))), timestamp) as sent_at",
-        f"timestamp_millis({facts['not-before']}) as not_before",
-        f"timestamp_millis({facts['expires-at']}) as expires_at",
+        f"int(coalesce({numbers['attempt']}, 0) + 1) as attempt",
+        "if(string(by_name['qkit-id']) rlike '^[0-9a-f]{12}7[0-9a-f]{19}$', timestamp_millis("
+        "bigint(conv(substr(string(by_name['qkit-id']), 1, 12), 16, 10))), timestamp) as sent_at",
+        f"timestamp_millis({numbers['not-before']}) as not_before",
+        f"timestamp_millis({numbers['expires-at']}) as expires_at",
     )
 
 
 def has_connector(spark: SparkSession) -> bool:
-    """Whether Spark's Kafka connector is on the class path."""
-    context: Any = spark.sparkContext  # what it has of Java is neither public nor typed
+    """Return whether Spark's Kafka connector is on the class path."""
+    context: Any = spark.sparkContext  # its Java attributes are neither public nor typed
     jvm = context._jvm
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
-    name = _PROVIDER.replace(".", "/") + ".class"
+    name = _CONNECTOR_CLASS.replace(".", "/") + ".class"
     return loader.getResource(name) is not None
 
 
-def suits(settings: Settings, options: dict[str, str], columns: list[str]) -> bool:
-    """Whether the connector can do all that a write asks for."""
+def connector_supports(settings: Settings, options: dict[str, str], columns: list[str]) -> bool:
+    """Return whether the connector supports the settings, options and columns of a write."""
     if settings.type != "kafka" or settings.compression or settings.tls_cert_file:
         return False
-    carried = VALUE not in columns or not {"priority", "delay"} & set(columns)
-    return carried and options.keys() <= _CONNECTOR
+    supported = VALUE not in columns or not {"priority", "delay"} & set(columns)
+    return supported and options.keys() <= _SUPPORTED_OPTIONS
 
 
 def connector_options(settings: Settings) -> dict[str, str]:
-    """The settings as the connector takes them."""
+    """Return the settings as options of the connector."""
     assert settings.url is not None
     options = {
         "kafka.bootstrap.servers": settings.url.get_secret_value(),
         "kafka.acks": "all",
-        "kafka.max.request.size": str(settings.max_message_bytes + _MARGIN),
+        "kafka.max.request.size": str(settings.max_message_bytes + _REQUEST_OVERHEAD_BYTES),
         "kafka.delivery.timeout.ms": str(max(1_000, int(settings.send_timeout * 1_000)) + 1_000),
         "kafka.request.timeout.ms": str(max(1_000, int(settings.send_timeout * 1_000))),
     }

@@ -1,4 +1,4 @@
-"""A stream of a native channel by places in the log: it consumes nothing and can be replayed."""
+"""Stream source for a native channel: reads by log position and consumes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qkit.native.log.reader import LogPosition, LogRange, LogReader, read_range
 from qkit.native.log.record import Publish
 from qkit.native.log.retention import is_retained, retain
 from qkit.spark import rows
-from qkit.spark.existing import check_directory, exists_in_log, import_waiting
+from qkit.spark.existing import check_directory, check_exists_in_log, import_waiting
 from qkit.spark.options import Plan
 from qkit.spark.sinks import native_path
 
@@ -25,104 +25,108 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeLog"]
 
-REFRESH_SECONDS: Final = 60.0  # between two renewals of what is kept for a reader
+REFRESH_SECONDS: Final = 60.0  # interval at which the retention of the log is renewed
 
 
 class NativeLog:
-    """Offsets of Spark's are places in the log; the reader's name is in them, so in the checkpoint.
+    """Source whose Spark offsets are positions in the log of a native directory.
 
-    What it has yet to read is kept for it (``retention`` seconds after it was last seen): the
-    first place that Spark may ask for again moves on with ``commit``.
+    The offsets contain the name of the reader, so the checkpoint stores it too. The engine keeps
+    the segments that the reader still needs, from the last committed position on, until
+    ``retention`` seconds after its last activity.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._path = Path(native_path(plan))
-        self._follower = LogReader(self._path, plan.queue)
-        self._kept: tuple[int, float] | None = None  # the segment, and when that was said
-        self._seen: tuple[dict[str, Any], LogPosition, frozenset[int]] | None = None
-        self._last: LogPosition | None = None  # for who asks for what is there now, and no more
+        self._reader = LogReader(self._path, plan.queue)
+        self._retained: tuple[int, float] | None = None  # first segment, and time of renewal
+        self._scanned: tuple[dict[str, Any], LogPosition, frozenset[int]] | None = None
+        self._stop: LogPosition | None = None  # set by ``limit_to_available``
 
     def initial(self) -> dict[str, Any]:
-        """Where a new stream begins; from here on nothing is taken away from it.
+        """Return the position at which a new stream starts, and retain the log for it.
 
-        Raises ``QueueNotFound`` if the channel does not exist.
+        Raises:
+            QueueNotFound: The channel does not exist.
         """
         self._import()
-        exists_in_log(self._plan)
+        check_exists_in_log(self._plan)
         name = f"spark-{new_id()}"
-        self._keep(name, 0, new=True)
+        self._retain(name, 0, new=True)
         start, queues = LogPosition(), frozenset[int]()
         if self._plan.starting == "latest":
-            chosen = self._follower.plan(start, queues)
-            start, queues = chosen.end, chosen.queues
+            selection = self._reader.plan(start, queues)
+            start, queues = selection.end, selection.queues
         return _offset(name, start, queues)
 
     def limit_to_available(self) -> None:
-        """From now on read only what is available now."""
+        """Limit the stream to the messages that are available now."""
         self._import()
-        self._last = self._follower.plan(LogPosition(), frozenset()).end
+        self._stop = self._reader.plan(LogPosition(), frozenset()).end
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-        """An end for the next batch, or ``start`` if there is nothing new.
+        """Return the end of the next batch, or ``start`` if there are no new messages.
 
-        Where only other channels wrote, the place is remembered here and not moved on, for each
-        move is a batch; but a segment that is behind is let go.
+        Every new end offset starts a Spark batch. If only other channels have new records, the
+        scanned position is therefore kept in memory, and the end advances only when the scan
+        reaches a new segment, so that older segments can be compacted.
         """
-        if self._last is None:
+        if self._stop is None:
             self._import()
-        self._keep(str(start["reader"]), _place(start).segment)
-        if self._seen is None or self._seen[0] != start:
-            self._seen = dict(start), _place(start), _queues(start)
-        _, place, queues = self._seen
-        chosen = self._follower.plan(place, queues, limit, stop=self._last)
-        if chosen.messages == 0 and chosen.end.segment == _place(start).segment:
-            self._seen = dict(start), chosen.end, chosen.queues
+        self._retain(str(start["reader"]), _position(start).segment)
+        if self._scanned is None or self._scanned[0] != start:
+            self._scanned = dict(start), _position(start), _queues(start)
+        _, position, queues = self._scanned
+        selection = self._reader.plan(position, queues, limit, stop=self._stop)
+        if selection.messages == 0 and selection.end.segment == _position(start).segment:
+            self._scanned = dict(start), selection.end, selection.queues
             return dict(start)
-        return _offset(str(start["reader"]), chosen.end, chosen.queues)
+        return _offset(str(start["reader"]), selection.end, selection.queues)
 
     def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[LogRange]:
-        """What tasks are to read."""
-        self._keep(str(start["reader"]), _place(start).segment)
-        return self._follower.plan(_place(start), _queues(start), stop=_place(end)).ranges
+        """Return the ranges of the log for tasks to read."""
+        self._retain(str(start["reader"]), _position(start).segment)
+        return self._reader.plan(_position(start), _queues(start), stop=_position(end)).ranges
 
     def commit(self, end: Mapping[str, Any]) -> None:
-        """What lies before is not asked for again."""
-        self._keep(str(end["reader"]), _place(end).segment)
+        """Stop retaining the segments before ``end``."""
+        self._retain(str(end["reader"]), _position(end).segment)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no connections or locks."""
 
     def _import(self) -> None:
-        """What was committed in bulk before now is in the log when this returns."""
+        """Wait until the bulk files that are already committed are in the log."""
         check_directory(self._plan)
         if published_jobs(self._path):
             with LoopThread("qkit-spark") as loop:
                 loop.call(lambda: import_waiting(self._plan))
 
-    def _keep(self, name: str, segment: int, *, new: bool = False) -> None:
+    def _retain(self, name: str, segment: int, *, new: bool = False) -> None:
         now = time.time()
         if (
-            self._kept is not None
-            and self._kept[0] == segment
-            and now < self._kept[1] + REFRESH_SECONDS
+            self._retained is not None
+            and self._retained[0] == segment
+            and now < self._retained[1] + REFRESH_SECONDS
         ):
             return
-        if self._kept is None and not new and not is_retained(self._path, name):
+        if self._retained is None and not new and not is_retained(self._path, name):
             raise StorageError(
-                "this stream was away for longer than its retention, and the log was not kept for "
-                "it: begin anew with another checkpoint, and set option('retention', seconds)",
+                "this stream was inactive for longer than its retention, so the log was not "
+                "retained: start again with a new checkpoint, and increase "
+                "option('retention', seconds)",
                 backend="native",
                 operation="read",
                 queue=self._plan.channel,
             )
         retain(self._path, name, segment, until=now + self._plan.retention)
-        self._kept = segment, now
+        self._retained = segment, now
 
 
-def read(plan: Plan, piece: LogRange) -> Iterator[pa.RecordBatch]:
-    """In a task: the rows of a piece."""
-    found = (_envelope(message) for message in read_range(native_path(plan), piece))
+def read(plan: Plan, part: LogRange) -> Iterator[pa.RecordBatch]:
+    """Read the rows of one range of the log; runs in a task."""
+    found = (_envelope(message) for message in read_range(native_path(plan), part))
     return rows.batches(found, plan)
 
 
@@ -139,15 +143,20 @@ def _envelope(message: Publish) -> Envelope:
     )
 
 
-def _offset(reader: str, place: LogPosition, queues: frozenset[int]) -> dict[str, Any]:
-    known = ",".join(map(str, sorted(queues)))
-    return {"reader": reader, "segment": place.segment, "offset": place.offset, "queues": known}
+def _offset(reader: str, position: LogPosition, queues: frozenset[int]) -> dict[str, Any]:
+    numbers = ",".join(map(str, sorted(queues)))
+    return {
+        "reader": reader,
+        "segment": position.segment,
+        "offset": position.offset,
+        "queues": numbers,
+    }
 
 
-def _place(offset: Mapping[str, Any]) -> LogPosition:
+def _position(offset: Mapping[str, Any]) -> LogPosition:
     return LogPosition(int(offset["segment"]), int(offset["offset"]))
 
 
 def _queues(offset: Mapping[str, Any]) -> frozenset[int]:
-    known = cast("str", offset["queues"])
-    return frozenset(int(number) for number in known.split(",") if number)
+    numbers = cast("str", offset["queues"])
+    return frozenset(int(number) for number in numbers.split(",") if number)

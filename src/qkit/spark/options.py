@@ -1,4 +1,4 @@
-"""From the options of a Spark reader or writer to one checked plan that travels to the tasks."""
+"""Options of a Spark reader or writer, parsed into a ``Plan`` that tasks receive."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from qkit._internal.names import check_name
 from qkit.errors import ConfigError
 from qkit.settings.model import Settings, SettingsValues
 
-__all__ = ["METADATA", "OPTIONS", "Plan", "absolute", "plan_of"]
+__all__ = ["METADATA", "OPTIONS", "Plan", "parse_options", "with_absolute_paths"]
 
 OnInvalid = Literal["fail", "dead_letter"]
 OnUnheard = Literal["fail", "warn"]
-Starting = Literal["earliest", "latest"]
+StartingOffset = Literal["earliest", "latest"]
 
 METADATA: Final = ("key", "priority", "delay", "ttl", "headers")
 OPTIONS: Final = frozenset(
@@ -41,18 +41,19 @@ OPTIONS: Final = frozenset(
         *METADATA,
     }
 )
-_SPARK: Final = frozenset({"checkpointlocation"})  # Spark's own, handed to us with the rest
-_SECTIONS: Final = frozenset({"retry", "dead_letter", "shutdown", "breaker"})
-_FLAGS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_WEEK: Final = 7 * 86_400.0
+_SPARK_OPTIONS: Final = frozenset({"checkpointlocation"})  # Spark passes them to the source
+_NESTED_SECTIONS: Final = frozenset({"retry", "dead_letter", "shutdown", "breaker"})
+_BOOLEANS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+DEFAULT_RETENTION_SECONDS: Final = 7 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a read or write is to do, checked on the driver; tasks get it whole.
+    """Validated options of one read or write.
 
-    ``columns`` says which column holds what of a message's metadata. Paths are absolute: a task
-    has another working directory than the driver.
+    The driver creates the plan, and every task receives a copy. ``columns`` maps a metadata field
+    of a message (``key``, ``ttl``, …) to the column that holds it. Paths are absolute, because
+    tasks and the driver have different working directories.
     """
 
     settings: Settings
@@ -70,49 +71,56 @@ class Plan:
     limit: int | None = None
     max_rows: int | None = None
     stage: str | None = None
-    starting: Starting = "earliest"
+    starting: StartingOffset = "earliest"
     consume: bool = False
-    retention: float = _WEEK
+    retention: float = DEFAULT_RETENTION_SECONDS
 
     @property
     def name(self) -> str:
-        """The channel, or its dead-letter queue where that is to be read."""
-        return self.letters if self.dead_letters else self.channel
+        """Name of the channel to read, or of its dead-letter queue, without a prefix."""
+        return self.dead_letter_name if self.dead_letters else self.channel
 
     @property
     def queue(self) -> str:
-        """What the broker calls it."""
+        """Name of the channel to read, or of its dead-letter queue, on the broker."""
         return self.settings.broker_name(self.name)
 
     @property
-    def letters(self) -> str:
-        """The channel's dead-letter queue, before any prefix."""
+    def dead_letter_name(self) -> str:
+        """Name of the channel's dead-letter queue, without a prefix."""
         return self.settings.dead_letter_name(self.channel)
 
 
-def plan_of(options: Mapping[str, str]) -> Plan:
-    """Check every option; what is not one of Spark's or this format's is a setting of qkit's.
+def parse_options(options: Mapping[str, str]) -> Plan:
+    """Parse and validate the options of a read or write.
 
-    >>> plan = plan_of({"channel": "orders", "type": "native", "path": "data",
-    ...                 "retry.max_attempts": "5"})
+    Options that belong neither to Spark nor to this format are treated as qkit settings.
+
+    >>> plan = parse_options({"channel": "orders", "type": "native", "path": "data",
+    ...                       "retry.max_attempts": "5"})
     >>> plan.settings.retry.max_attempts, plan.queue
     (5, 'orders')
 
-    Raises ``ConfigError`` that names the option.
+    Raises:
+        ConfigError: An option is missing or invalid; the message names it.
     """
     given = {name.lower(): value for name, value in options.items()}
     own = {name: value for name, value in given.items() if name in OPTIONS}
-    rest = {
-        name: value for name, value in given.items() if name not in OPTIONS and name not in _SPARK
+    settings = {
+        name: value
+        for name, value in given.items()
+        if name not in OPTIONS and name not in _SPARK_OPTIONS
     }
     if "channel" not in own:
-        near = difflib.get_close_matches("channel", rest, 1)
-        hint = f" (there is {near[0]!r})" if near else ""
-        raise ConfigError(f"option 'channel' is missing{hint}: name the queue or topic")
+        near = difflib.get_close_matches("channel", settings, 1)
+        hint = f" (found {near[0]!r})" if near else ""
+        raise ConfigError(
+            f"option 'channel' is missing{hint}: set it to the name of a queue or topic"
+        )
     return Plan(
-        settings=_settings(own.get("config"), rest),
+        settings=_settings(own.get("config"), settings),
         channel=check_name(own["channel"]),
-        broadcast=_flag(own, "broadcast"),
+        broadcast=_boolean(own, "broadcast"),
         group=check_name(own.get("group", "spark"), "group"),
         model=_model(own.get("model")),
         on_invalid=cast("OnInvalid", _one_of(own, "on_invalid", get_args(OnInvalid))),
@@ -120,30 +128,30 @@ def plan_of(options: Mapping[str, str]) -> Plan:
         content_type=own.get("content_type"),
         columns={name: own[name] for name in METADATA if name in own},
         job_id=own.get("job_id"),
-        report=_path(own.get("report")),
-        dead_letters=_flag(own, "dead_letters"),
+        report=_absolute_path(own.get("report")),
+        dead_letters=_boolean(own, "dead_letters"),
         limit=_count(own, "limit"),
         max_rows=_count(own, "max_rows"),
-        stage=_path(own.get("stage")),
-        starting=cast("Starting", _one_of(own, "starting", get_args(Starting))),
-        consume=_flag(own, "consume"),
-        retention=_seconds(own, "retention", _WEEK),
+        stage=_absolute_path(own.get("stage")),
+        starting=cast("StartingOffset", _one_of(own, "starting", get_args(StartingOffset))),
+        consume=_boolean(own, "consume"),
+        retention=_seconds(own, "retention", DEFAULT_RETENTION_SECONDS),
     )
 
 
 def _settings(config: str | None, values: Mapping[str, str]) -> Settings:
     nested: dict[str, object] = {}
     for name, value in values.items():
-        section, dot, name_in_it = name.partition(".")
-        if dot and section in _SECTIONS:
+        section, dot, field_name = name.partition(".")
+        if dot and section in _NESTED_SECTIONS:
             fields = cast("dict[str, object]", nested.setdefault(section, {}))
-            fields[name_in_it] = value
+            fields[field_name] = value
         else:
             nested[name] = value
     if config is None:
         settings = Settings(**cast("SettingsValues", nested))
     else:
-        settings = Settings.load(  # its own path is positional only, which pyright does not see
+        settings = Settings.load(  # pyright overlooks that the file is positional-only
             config,
             **cast("SettingsValues", nested),  # pyright: ignore[reportArgumentType]
         )
@@ -153,42 +161,41 @@ def _settings(config: str | None, values: Mapping[str, str]) -> Settings:
     return settings.model_copy(update={"path": settings.path.resolve()})
 
 
-def absolute(options: Mapping[str, str], plan: Plan) -> dict[str, str]:
-    """Return the options with the paths of their plan.
+def with_absolute_paths(options: Mapping[str, str], plan: Plan) -> dict[str, str]:
+    """Return the options with the absolute paths of their plan.
 
-    Spark makes a plan of options again, in a process that may have another working directory than
-    the one that chose them.
+    Spark parses the options a second time, in a process whose working directory may differ.
     """
     paths = {
         "path": None if plan.settings.path is None else str(plan.settings.path),
-        "config": _path(options.get("config")),
+        "config": _absolute_path(options.get("config")),
         "stage": plan.stage,
         "report": plan.report,
     }
     return {**options, **{name: path for name, path in paths.items() if path is not None}}
 
 
-def _path(path: str | None) -> str | None:
+def _absolute_path(path: str | None) -> str | None:
     return None if path is None else str(Path(path).resolve())
 
 
 def _model(name: str | None) -> str | None:
     if name is not None and not all(name.partition(":")):
-        raise ConfigError(f"option 'model' is {name!r}: write it as package.module:Class")
+        raise ConfigError(f"option 'model' is {name!r}: expected package.module:Class")
     return name
 
 
-def _flag(own: Mapping[str, str], name: str) -> bool:
+def _boolean(own: Mapping[str, str], name: str) -> bool:
     value = own.get(name, "false").lower()
-    if value not in _FLAGS:
-        raise ConfigError(f"option {name!r} is {own[name]!r}: write true or false")
-    return _FLAGS[value]
+    if value not in _BOOLEANS:
+        raise ConfigError(f"option {name!r} is {own[name]!r}: expected true or false")
+    return _BOOLEANS[value]
 
 
 def _one_of(own: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
     value = own.get(name, allowed[0])
     if value not in allowed:
-        raise ConfigError(f"option {name!r} is {value!r}: write {' or '.join(allowed)}")
+        raise ConfigError(f"option {name!r} is {value!r}: expected {' or '.join(allowed)}")
     return value
 
 
@@ -197,7 +204,7 @@ def _count(own: Mapping[str, str], name: str) -> int | None:
     if value is None:
         return None
     if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"option {name!r} is {value!r}: write a whole number, 1 or more")
+        raise ConfigError(f"option {name!r} is {value!r}: expected a whole number, 1 or more")
     return int(value)
 
 
@@ -207,5 +214,7 @@ def _seconds(own: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise ConfigError(f"option {name!r} is {own[name]!r}: write a number of seconds")
+        raise ConfigError(
+            f"option {name!r} is {own[name]!r}: expected a number of seconds greater than 0"
+        )
     return value

@@ -1,4 +1,4 @@
-"""``write``: a DataFrame to a channel in one call, by the quickest way, with its counts."""
+"""``write``: send a DataFrame to a channel in one call and return the counts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from pydantic import BaseModel, SecretStr
 
 from qkit.settings.model import Settings
-from qkit.spark.kafka_connector import connector_options, has_connector, kafka_frame, suits
-from qkit.spark.options import Plan, absolute, plan_of
+from qkit.spark.kafka_connector import (
+    connector_options,
+    connector_supports,
+    has_connector,
+    kafka_frame,
+)
+from qkit.spark.options import Plan, parse_options, with_absolute_paths
 from qkit.spark.source import QkitDataSource
 from qkit.spark.task_sender import TaskSender
 
@@ -23,17 +28,22 @@ __all__ = ["Written", "as_options", "write"]
 
 
 class Written(NamedTuple):
-    """What a write came to.
+    """Result of ``write``.
 
     Attributes:
-        messages: How many messages this run wrote; ``None`` where Spark's own Kafka connector
-            wrote them, which does not count.
-        dead_letters: How many rows became dead letters.
-        job: The name of the job; on native it is published at once.
-        skipped: How many rows this run did not write, because the same ``job_id`` was published
-            to this channel before; then ``messages`` and ``dead_letters`` are 0.
-        unheard: How many messages no subscriber received, on Redis pub/sub with
+        messages: Number of messages that this run wrote; ``None`` if Spark's own Kafka connector
+            wrote them, because it reports no counts.
+        dead_letters: Number of rows that became dead letters.
+        job: Name of the job: the ``job_id`` if it was set. ``None`` if there was no task, or if
+            the Kafka connector wrote the messages.
+        skipped: Number of rows that this run did not write because the same ``job_id`` was
+            already published to this channel; ``messages`` and ``dead_letters`` are then 0.
+        unheard: Number of messages that no subscriber received, on Redis pub/sub with
             ``on_unheard="warn"``.
+
+    Example:
+        >>> Written(messages=1_000, job="load-1")
+        Written(messages=1000, dead_letters=0, job='load-1', skipped=0, unheard=0)
     """
 
     messages: int | None
@@ -44,52 +54,74 @@ class Written(NamedTuple):
 
 
 def write(df: DataFrame, channel: str, settings: Settings, **options: str) -> Written:
-    """Send every row; ``options`` are those of ``format("qkit")``, such as ``model`` or ``key``.
+    """Send every row of a DataFrame to a channel, and wait until all are written.
 
-    To Kafka it takes Spark's own connector if that is on the class path and can do what is asked.
-    Raises what Spark makes of a task's error.
+    For Kafka, Spark's own connector is used if it is on the class path and supports the options.
+
+    Args:
+        df: The rows. All columns together form the JSON body, unless there is a column ``value``.
+        channel: The queue or topic.
+        settings: The settings of the backend.
+        options: Further options of ``format("qkit")``, such as ``model``, ``key`` or ``job_id``.
+
+    Returns:
+        The counts of this run.
+
+    Raises:
+        ConfigError: A setting or an option is invalid.
+        pyspark.errors.PySparkException: A task failed; the message contains the task's error.
+
+    Example:
+        >>> from qkit import Settings
+        >>> settings = Settings(type="native", path=directory)  # doctest: +SKIP
+        >>> qkit.spark.write(spark.range(3), "orders", settings).messages  # doctest: +SKIP
+        3
     """
     settings.require_mode()
     chosen = {**as_options(settings), **options, "channel": channel}
-    plan = plan_of(chosen)
-    chosen = absolute(chosen, plan)
-    if suits(settings, options, df.columns) and has_connector(df.sparkSession):
-        return _by_connector(df, plan)
+    plan = parse_options(chosen)
+    chosen = with_absolute_paths(chosen, plan)
+    if connector_supports(settings, options, df.columns) and has_connector(df.sparkSession):
+        return _write_with_connector(df, plan)
     df.sparkSession.dataSource.register(QkitDataSource)
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.json")
         df.write.format("qkit").mode("append").options(**chosen, report=str(report)).save()
         if not report.exists():  # there was no task
             return Written(0)
-        told = json.loads(report.read_text())
+        counts = json.loads(report.read_text())
     return Written(
-        told["messages"], told["dead_letters"], told["job"], told["skipped"], told["unheard"]
+        counts["messages"],
+        counts["dead_letters"],
+        counts["job"],
+        counts["skipped"],
+        counts["unheard"],
     )
 
 
-def _by_connector(df: DataFrame, plan: Plan) -> Written:
+def _write_with_connector(df: DataFrame, plan: Plan) -> Written:
     sender = TaskSender(plan.settings)
     sender.route(plan.channel, broadcast=plan.broadcast)
     sender.open().close()  # declares the channel
     ready = kafka_frame(df, plan.channel, settings=plan.settings, **plan.columns)
     ready.write.format("kafka").options(**connector_options(plan.settings)).save()
-    return Written(None)  # an Observation of this write would never be told
+    return Written(None)  # the connector reports no counts, not even to a Spark Observation
 
 
 def as_options(settings: Settings) -> dict[str, str]:
-    """Settings as the options that mean the same.
+    """Return the settings that differ from their defaults as options.
 
     >>> as_options(Settings(type="native", path="data", retry={"max_attempts": 5}))
     {'type': 'native', 'retry.max_attempts': '5', 'path': 'data'}
     """
-    return {"type": settings.type} | dict(_differing(settings, ""))
+    return {"type": settings.type} | dict(_non_defaults(settings, ""))
 
 
-def _differing(section: BaseModel, prefix: str) -> Iterator[tuple[str, str]]:
+def _non_defaults(section: BaseModel, prefix: str) -> Iterator[tuple[str, str]]:
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            yield from _differing(value, f"{name}.")
+            yield from _non_defaults(value, f"{name}.")
         elif value is not None and value != info.get_default(call_default_factory=True):
             shown = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
             yield prefix + name, shown

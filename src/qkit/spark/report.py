@@ -1,4 +1,4 @@
-"""Dead letters counted by reason, error, attempts and hour, for a page or a program."""
+"""Report on dead letters: counts by reason, error, attempts and hour."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "report_of"]
 
-EXAMPLES: Final = 12  # errors of which an example is shown
+MAX_EXAMPLES: Final = 12  # maximum number of error types that are shown with an example
 
 
 @dataclass(slots=True)
 class Report:
-    """What there is to tell of a channel's dead letters."""
+    """Counts and examples of a channel's dead letters."""
 
     channel: str
     made_at: datetime
@@ -34,7 +34,7 @@ class Report:
     )
 
     def as_dict(self) -> dict[str, object]:
-        """For programs."""
+        """Return the counts as values that can be encoded as JSON."""
         return {
             "channel": self.channel,
             "total": self.total,
@@ -45,9 +45,9 @@ class Report:
 
 
 def report_of(letters: DataFrame, channel: str, made_at: datetime) -> Report:
-    """Count them; ``letters`` has the columns of a read with ``dead_letters``.
+    """Build the report of dead letters that were read with the option ``dead_letters``.
 
-    Times are counted in seconds: as timestamps they would come in the time zone of the machine.
+    Times are collected in seconds, because Spark converts timestamps to the local time zone.
     """
     letters = letters.selectExpr(
         "id",
@@ -65,12 +65,12 @@ def report_of(letters: DataFrame, channel: str, made_at: datetime) -> Report:
             channel=channel,
             made_at=made_at,
             total=total,
-            first=_time(first),
-            last=_time(last),
+            first=_as_datetime(first),
+            last=_as_datetime(last),
             by_reason=_counts(letters, "reason"),
             by_error=_counts(letters, "kind"),
             by_attempts=_counts(letters, "attempts"),
-            by_hour=sorted((hour, count) for at, count in hours if (hour := _time(at))),
+            by_hour=sorted((hour, count) for at, count in hours if (hour := _as_datetime(at))),
             examples=_latest(letters),
         )
     finally:
@@ -81,7 +81,7 @@ def _rows(frame: DataFrame) -> list[tuple[Any, ...]]:
     return [tuple(row) for row in frame.collect()]
 
 
-def _time(seconds: int | None) -> datetime | None:
+def _as_datetime(seconds: int | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
 
 
@@ -91,12 +91,12 @@ def _counts(letters: DataFrame, column: str) -> list[tuple[str, int]]:
 
 
 def _latest(letters: DataFrame) -> list[tuple[str, str, str, str]]:
-    """The last dead letter of each of the commonest errors: id, error, text and body."""
+    """Return id, error type, text and body of the latest dead letter of each frequent error."""
     found = (
         letters.groupBy("kind")
         .agg(expr("count(*) as number"), expr("max(struct(at, id, text, body)) as latest"))
         .orderBy("number", "kind", ascending=[False, True])
-        .limit(EXAMPLES)
+        .limit(MAX_EXAMPLES)
         .select("latest.id", "kind", "latest.text", "latest.body")
     )
     return [(str(id), str(kind), str(text), str(body)) for id, kind, text, body in _rows(found)]

@@ -1,4 +1,4 @@
-"""The page of a report: one file with charts and without scripts, for a browser or a mail."""
+"""HTML page of a report: a single file with charts and no scripts, for browsers and email."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from qkit.spark.report import Report
 
 __all__ = ["render_report"]
 
-TOP: Final = 12  # rows of a chart
-DAY: Final = 24  # columns of the chart by hour: at least a day,
-WEEK: Final = 168  # and at most a week
+MAX_BARS: Final = 12  # in one bar chart
+MIN_HOURS: Final = 24  # shown in the chart by hour
+MAX_HOURS: Final = 168
 HOUR: Final = timedelta(hours=1)
 
 
 def render_report(report: Report) -> str:
-    """Return the HTML page of a report; every text in it is escaped."""
+    """Return the HTML page of a report; all text is escaped."""
     return f"""<!doctype html>
 <html lang=en>
 <meta charset=utf-8>
@@ -28,7 +28,7 @@ def render_report(report: Report) -> str:
 <header>
 <p class=over>Dead letters of</p>
 <h1>{escape(report.channel)}</h1>
-<p>{_span(report)}counted {_minute(report.made_at)} UTC</p>
+<p>{_span(report)}created {_minute(report.made_at)} UTC</p>
 </header>
 <main>{_charts(report) if report.total else "<section>There are no dead letters.</section>"}</main>
 </html>
@@ -42,7 +42,7 @@ def _charts(report: Report) -> str:
 <section><h2>By error</h2>{_bars(report.by_error)}</section>
 <section><h2>By reason</h2>{_bars(report.by_reason)}
 <h2>By attempts</h2>{_bars(report.by_attempts)}</section>
-<section class=wide><h2>The latest of each error</h2>{_examples(report.examples)}</section>
+<section class=wide><h2>Latest of each error</h2>{_examples(report.examples)}</section>
 """
 
 
@@ -59,26 +59,26 @@ def _minute(time: datetime) -> str:
 def _tiles(report: Report) -> str:
     error, count = report.by_error[0]
     tiles = [
-        (f"{report.total:,}", "in all"),
-        (escape(error), f"commonest error, {_percent(count / report.total)}"),
+        (f"{report.total:,}", "in total"),
+        (escape(error), f"most frequent error, {_percent(count / report.total)}"),
     ]
     if report.by_hour:
-        day = sum(count for hour, count in report.by_hour if hour > report.made_at - DAY * HOUR)
-        hour, most = max(report.by_hour, key=lambda item: item[1])
+        day = sum(count for hour, count in report.by_hour if hour > report.made_at - 24 * HOUR)
+        hour, largest = max(report.by_hour, key=lambda item: item[1])
         tiles.insert(1, (f"{day:,}", "in the last 24 hours"))
-        tiles.append((f"{most:,}", f"worst hour, {hour:%d %b %H:00}"))
+        tiles.append((f"{largest:,}", f"worst hour, {hour:%d %b %H:00}"))
     return "".join(f"<div><dd>{value}<dt>{name}</div>" for value, name in tiles)
 
 
 def _bars(counts: Sequence[tuple[str, int]]) -> str:
-    shown = list(counts[:TOP])
-    rest = sum(count for _, count in counts[TOP:])
-    if rest:
-        shown.append((f"{len(counts) - TOP} others", rest))
-    most, total = max(count for _, count in shown), sum(count for _, count in counts)
+    shown = list(counts[:MAX_BARS])
+    remaining = sum(count for _, count in counts[MAX_BARS:])
+    if remaining:
+        shown.append((f"{len(counts) - MAX_BARS} others", remaining))
+    largest, total = max(count for _, count in shown), sum(count for _, count in counts)
     rows = "".join(
         f"<li><b>{escape(name)}</b><span>{count:,}</span><span>{_percent(count / total)}</span>"
-        f"<i><i style='width:{100 * count / most:.1f}%'></i></i>"
+        f"<i><i style='width:{100 * count / largest:.1f}%'></i></i>"
         for name, count in shown
     )
     return f"<ul>{rows}</ul>"
@@ -89,12 +89,12 @@ def _percent(part: float) -> str:
 
 
 def _hours(counts: Sequence[tuple[datetime, int]]) -> str:
-    """A column for each hour, also for those without any."""
+    """Return the chart by hour, with a column for every hour, even one without dead letters."""
     if not counts:
-        return "<p>No dead letter tells when it failed.</p>"
+        return "<p>No dead letter has a time of failure.</p>"
     by_hour = dict(counts)
     last = max(by_hour)
-    count = min(max(DAY, (last - min(by_hour)) // HOUR + 1), WEEK)
+    count = min(max(MIN_HOURS, (last - min(by_hour)) // HOUR + 1), MAX_HOURS)
     hours = [last - HOUR * back for back in reversed(range(count))]
     top = _round_up(max(by_hour.get(hour, 0) for hour in hours))
     columns = "".join(
@@ -104,11 +104,11 @@ def _hours(counts: Sequence[tuple[datetime, int]]) -> str:
         else "<i></i>"
         for hour in hours
     )
-    every, form = (24, "%d %b") if count > 2 * DAY else (6, "%d %b %H:00")
+    step, label_format = (24, "%d %b") if count > 48 else (6, "%d %b %H:00")
     labels = "".join(
-        f"<span style='left:{100 * at / count:.2f}%'>{hour.strftime(form)}</span>"
+        f"<span style='left:{100 * at / count:.2f}%'>{hour.strftime(label_format)}</span>"
         for at, hour in enumerate(hours)
-        if hour.hour % every == 0 and at < 0.93 * count  # there is no room for more
+        if hour.hour % step == 0 and at < 0.93 * count  # a later label would be cut off
     )
     lines = "".join(
         f"<span style='bottom:{100 * part:.0f}%'>{top * part:,.0f}</span>" for part in (1, 0.5)
@@ -121,7 +121,7 @@ def _hours(counts: Sequence[tuple[datetime, int]]) -> str:
 
 
 def _round_up(number: int) -> int:
-    """The end of a scale.
+    """Return the upper end of a chart's scale for its largest value.
 
     >>> [_round_up(number) for number in (1, 7, 41, 130, 281, 2_000)]
     [2, 8, 60, 200, 400, 2000]
@@ -138,7 +138,7 @@ def _examples(examples: Sequence[tuple[str, str, str, str]]) -> str:
     )
 
 
-# The colours are those of the dashboard.
+# The same colours as the dashboard.
 _STYLE: Final = """
 :root{color-scheme:light dark;--ground:#f5f6f8;--surface:#fff;--sunken:#f0f2f5;--line:#e1e5ea;
 --ink:#151a22;--soft:#4d5867;--faint:#667182;--bar:#bd1f3a}

@@ -1,4 +1,4 @@
-"""From a row to an envelope, or to the dead letter of a row that cannot be one."""
+"""Encoding of rows as envelopes, and of invalid rows as dead letters."""
 
 from __future__ import annotations
 
@@ -22,60 +22,69 @@ from qkit.spark.options import Plan
 
 __all__ = ["RowEncoder", "is_row_error", "message_ids", "preview"]
 
-_BYTES: Final = "application/octet-stream"
-_ROW: Final = 500  # characters of a row that an error shows
-_ROWS: Final = 1 << 28  # rows that one millisecond of ids has room for
+_BINARY_CONTENT_TYPE: Final = "application/octet-stream"
+_PREVIEW_CHARACTERS: Final = 500  # how much of a row an error message shows
+_IDS_PER_MILLISECOND: Final = 1 << 28  # 7 hexadecimal digits
 
 
 def message_ids(job: str, partition: int, started: float) -> Iterator[str]:
-    """Yield the ids of a partition's messages, of the usual form; a retried task gets the same.
+    """Yield the ids of a partition's messages; a retried task gets the same ids.
 
-    >>> numbers = message_ids("load-1", 3, 1_700_000_000.0)
-    >>> next(numbers), next(numbers)
+    Like all message ids, they are UUIDv7 without dashes.
+
+    >>> ids = message_ids("load-1", 3, 1_700_000_000.0)
+    >>> next(ids), next(ids)
     ('018bcfe568007ba08805000030000000', '018bcfe568007ba08805000030000001')
     """
-    mark = blake2b(job.encode(), digest_size=3).hexdigest()
+    job_digest = blake2b(job.encode(), digest_size=3).hexdigest()
     milliseconds = int(started * 1000)
     while True:
-        start = f"{milliseconds:012x}7{mark[:3]}8{mark[3:]}{partition & 0xFFFFF:05x}"
-        for row in range(_ROWS):
-            yield f"{start}{row:07x}"
+        prefix = f"{milliseconds:012x}7{job_digest[:3]}8{job_digest[3:]}{partition & 0xFFFFF:05x}"
+        for row in range(_IDS_PER_MILLISECOND):
+            yield f"{prefix}{row:07x}"
         milliseconds += 1
 
 
 class RowEncoder:
-    """Encodes rows as envelopes; checks what ``QueueService.send`` would check."""
+    """Encoder of rows as envelopes, with the checks of ``QueueService.send``."""
 
     def __init__(self, plan: Plan, columns: Columns, route: Route) -> None:
         self._kind = columns.kind
         self._channel = plan.channel
         self._route = route
         self._clock = SystemClock()
-        type_ = None if plan.model is None else _load(plan.model)
+        type_ = None if plan.model is None else _load_model(plan.model)
         compression, limit = plan.settings.compression, plan.settings.max_message_bytes
         self._codec: Codec[object] = Codec(
             cast("type[object]", type_), compression=compression, max_bytes=limit
         )
-        # Bytes and text are sent as they are: the model only looks at them.
+        # Bytes and text are sent unchanged; the model only validates them.
         self._raw = Codec(bytes, compression=compression, max_bytes=limit)
-        self._checked = type_ is not None
-        self._content_type = plan.content_type or (_BYTES if self._kind == "bytes" else None)
+        self._validate = type_ is not None
+        self._content_type = plan.content_type or (
+            _BINARY_CONTENT_TYPE if self._kind == "bytes" else None
+        )
 
     def envelope(self, id: str, body: Any, options: SendOptions) -> Envelope:
-        """The message of a row. Raises a ``QueueError`` or ``ValueError`` for a bad row."""
+        """Return the envelope of a row.
+
+        Raises:
+            QueueError: The row is invalid; see ``is_row_error``.
+            ValueError: A value of the row cannot be encoded.
+        """
         if self._kind in ("row", "struct"):
             if body is None:
                 raise InvalidBody("'value' is null: a message needs a body")
             data, headers = self._codec.encode(body)
         else:
-            data, headers = self._as_it_is(body)
+            data, headers = self._encode_raw(body)
         return build_encoded_envelope(self._route, id, data, headers, self._clock, options)
 
-    def _as_it_is(self, body: bytes | str | None) -> tuple[bytes, dict[str, str]]:
+    def _encode_raw(self, body: bytes | str | None) -> tuple[bytes, dict[str, str]]:
         if body is None:
             raise InvalidBody("'value' is null: a message needs a body")
         raw = body.encode() if isinstance(body, str) else body
-        if self._checked:
+        if self._validate:
             try:
                 self._codec.decode(raw, {})
             except DecodeError as error:
@@ -85,8 +94,8 @@ class RowEncoder:
         return data, headers | ({CONTENT_TYPE: self._content_type} if self._content_type else {})
 
     def dead_letter(self, id: str, body: Any, options: SendOptions, error: Exception) -> Envelope:
-        """The record of a row that is no message, with the row as its body."""
-        raw = body if isinstance(body, bytes) else _readable(body)
+        """Return the dead letter of an invalid row, with the row as its body."""
+        raw = body if isinstance(body, bytes) else _as_json(body)
         key = options.get("key")
         letter = DeadLetter.of(
             Envelope(id, raw, key=key if isinstance(key, str) else None),
@@ -99,34 +108,34 @@ class RowEncoder:
 
 
 def is_row_error(error: Exception) -> bool:
-    """Return whether the error concerns this row only; else the whole write is impossible."""
+    """Return whether the error concerns a single row; other errors fail the whole write."""
     return isinstance(error, QueueError | ValueError) and not isinstance(
         error, Unsupported | ConfigError
     )
 
 
 def preview(body: object, options: SendOptions) -> str:
-    """Return a row as an error shows it, cut if it is long."""
-    text = (body if isinstance(body, bytes) else _readable(body)).decode(errors="replace")
+    """Return the text of a row for an error message, truncated if it is long."""
+    text = (body if isinstance(body, bytes) else _as_json(body)).decode(errors="replace")
     text += f" with {options}" if options else ""
-    return text if len(text) <= _ROW else f"{text[: _ROW - 1]}…"
+    return text if len(text) <= _PREVIEW_CHARACTERS else f"{text[: _PREVIEW_CHARACTERS - 1]}…"
 
 
-def _readable(body: object) -> bytes:
-    """JSON of whatever it is; what JSON has no word for as Python shows it."""
+def _as_json(body: object) -> bytes:
+    """Return the value as JSON, with the ``repr`` of values that JSON cannot express."""
     if isinstance(body, str):
         return body.encode(errors="replace")
     return to_json(body, inf_nan_mode="strings", fallback=repr, bytes_mode="base64")
 
 
 @lru_cache
-def _load(name: str) -> object:
+def _load_model(name: str) -> object:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"model={name!r} cannot be loaded: {error}. It must be importable on the executors "
-            "too: install it there, or send it with spark.submit.pyFiles",
+            f"cannot load model={name!r}: {error}. The executors must be able to import it too: "
+            "install it there, or ship it with spark.submit.pyFiles",
             cause=error,
         ) from error

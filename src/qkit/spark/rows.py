@@ -1,4 +1,4 @@
-"""Messages as rows: the schemas of what is read, and Arrow batches of it."""
+"""Messages as rows: the schemas of reads, and their Arrow batches."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["batches", "check_schema", "schema_of"]
 
 T = TypeVar("T")
 
-BATCH: Final = 5_000
-_MICRO: Final = 1_000_000
+ROWS_PER_BATCH: Final = 5_000
+_MICROSECONDS_PER_SECOND: Final = 1_000_000
 
-_TIME: Final = pa.timestamp("us", tz="UTC")
+_TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
 _HEADERS: Final = pa.map_(pa.string(), pa.string())
-_MESSAGES: Final = pa.schema(
+_MESSAGE_SCHEMA: Final = pa.schema(
     [
         ("id", pa.string()),
         ("value", pa.binary()),
@@ -33,12 +33,12 @@ _MESSAGES: Final = pa.schema(
         ("key", pa.string()),
         ("priority", pa.int32()),
         ("attempt", pa.int32()),
-        ("sent_at", _TIME),
-        ("not_before", _TIME),
-        ("expires_at", _TIME),
+        ("sent_at", _TIMESTAMP),
+        ("not_before", _TIMESTAMP),
+        ("expires_at", _TIMESTAMP),
     ]
 )
-_LETTERS: Final = pa.schema(
+_DEAD_LETTER_SCHEMA: Final = pa.schema(
     [
         ("id", pa.string()),
         ("value", pa.binary()),
@@ -51,62 +51,62 @@ _LETTERS: Final = pa.schema(
         ("error_type", pa.string()),
         ("error", pa.string()),
         ("attempts", pa.int32()),
-        ("first_failed_at", _TIME),
-        ("last_failed_at", _TIME),
+        ("first_failed_at", _TIMESTAMP),
+        ("last_failed_at", _TIMESTAMP),
         ("trace_id", pa.string()),
     ]
 )
 
 
 def schema_of(plan: Plan) -> StructType:
-    """The columns of what is read."""
-    return from_arrow_schema(_LETTERS if plan.dead_letters else _MESSAGES)
+    """Return the columns of a read of messages or dead letters."""
+    return from_arrow_schema(_DEAD_LETTER_SCHEMA if plan.dead_letters else _MESSAGE_SCHEMA)
 
 
 def check_schema(given: StructType, plan: Plan) -> None:
-    """Spark hands over what a user said with ``.schema(…)``; here it is fixed."""
+    """Raise ``ConfigError`` if the user asked for other columns with ``.schema(…)``."""
     if given.fieldNames() != schema_of(plan).fieldNames():
         raise ConfigError(
-            "the columns of this format are fixed: leave .schema(…) out, and take the body apart "
-            "with from_json(value.cast('string'), …)"
+            "the columns of this format are fixed: remove .schema(…), and parse the body with "
+            "from_json(value.cast('string'), …)"
         )
 
 
 def batches(envelopes: Iterable[Envelope], plan: Plan) -> Iterator[pa.RecordBatch]:
-    """Rows of what lies in the queue that is read: messages, or dead letters of its channel."""
+    """Yield the rows of messages or dead letters, depending on the plan."""
     limit = plan.settings.max_message_bytes
     if not plan.dead_letters:
-        return _messages(envelopes, limit)
+        return _message_batches(envelopes, limit)
     found = (DeadLetter.from_envelope(item, channel=plan.channel) for item in envelopes)
-    return _letters(found, limit)
+    return _dead_letter_batches(found, limit)
 
 
-def _messages(envelopes: Iterable[Envelope], limit: int) -> Iterator[pa.RecordBatch]:
-    """Rows of messages; a compressed body is opened, up to ``limit`` bytes."""
+def _message_batches(envelopes: Iterable[Envelope], limit: int) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of messages; a compressed body is decompressed, up to ``limit`` bytes."""
     for group in _groups(envelopes):
-        opened = [_opened(item, limit) for item in group]
+        contents = [_decompressed(item, limit) for item in group]
         columns: list[list[Any]] = [
             [item.id for item in group],
-            [body for body, _ in opened],
-            [headers for _, headers in opened],
+            [body for body, _ in contents],
+            [headers for _, headers in contents],
             [item.key for item in group],
             [item.priority for item in group],
             [max(1, item.attempt) for item in group],
-            [_micro(sent_at(item.id)) for item in group],
-            [_micro(item.not_before) for item in group],
-            [_micro(item.expires_at) for item in group],
+            [_microseconds(sent_at(item.id)) for item in group],
+            [_microseconds(item.not_before) for item in group],
+            [_microseconds(item.expires_at) for item in group],
         ]
-        yield _batch(columns, _MESSAGES)
+        yield _batch(columns, _MESSAGE_SCHEMA)
 
 
-def _letters(found: Iterable[DeadLetter], limit: int) -> Iterator[pa.RecordBatch]:
-    """Rows of dead letters."""
+def _dead_letter_batches(found: Iterable[DeadLetter], limit: int) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of dead letters, with bodies as in ``_message_batches``."""
     for group in _groups(found):
-        opened = [_opened(item, limit) for item in group]
+        contents = [_decompressed(item, limit) for item in group]
         columns: list[list[Any]] = [
             [item.message_id for item in group],
-            [body for body, _ in opened],
-            [headers for _, headers in opened],
+            [body for body, _ in contents],
+            [headers for _, headers in contents],
             [item.key for item in group],
             [item.priority for item in group],
             [item.channel for item in group],
@@ -115,16 +115,16 @@ def _letters(found: Iterable[DeadLetter], limit: int) -> Iterator[pa.RecordBatch
             [item.error_type for item in group],
             [item.error for item in group],
             [item.attempts for item in group],
-            [_micro(item.first_failed_at) for item in group],
-            [_micro(item.last_failed_at) for item in group],
+            [_microseconds(item.first_failed_at) for item in group],
+            [_microseconds(item.last_failed_at) for item in group],
             [item.trace_id for item in group],
         ]
-        yield _batch(columns, _LETTERS)
+        yield _batch(columns, _DEAD_LETTER_SCHEMA)
 
 
 def _groups(items: Iterable[T]) -> Iterator[list[T]]:
-    rest = iter(items)
-    while group := list(islice(rest, BATCH)):
+    remaining = iter(items)
+    while group := list(islice(remaining, ROWS_PER_BATCH)):
         yield group
 
 
@@ -135,18 +135,18 @@ def _batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _opened(item: Envelope | DeadLetter, limit: int) -> tuple[bytes, list[tuple[str, str]]]:
-    """The body after decompression, and the headers that are true of it."""
+def _decompressed(item: Envelope | DeadLetter, limit: int) -> tuple[bytes, list[tuple[str, str]]]:
+    """Return the decompressed body, and the headers without the content encoding."""
     body, headers = item.body, dict(item.headers)
     if CONTENT_ENCODING in headers:
         try:
             body = decompress(body, headers, limit)
         except QueueError:
-            pass  # it is shown as it is, with its header; a handler could not open it either
+            pass  # show the body unchanged, with its header: a handler could not decode it either
         else:
             del headers[CONTENT_ENCODING]
     return body, list(headers.items())
 
 
-def _micro(seconds: float | None) -> int | None:
-    return None if seconds is None else round(seconds * _MICRO)
+def _microseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * _MICROSECONDS_PER_SECOND)

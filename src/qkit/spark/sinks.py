@@ -1,4 +1,4 @@
-"""Where a task's messages go: to a part of a bulk file, or to a broker."""
+"""Destinations of a task's messages: a part of a bulk file, or a broker."""
 
 from __future__ import annotations
 
@@ -14,65 +14,69 @@ from qkit.native.catalogue import DEAD_LETTER_SUFFIX
 from qkit.spark.options import Plan
 from qkit.spark.task_sender import TaskSender
 
-__all__ = ["ATTEMPTS", "BrokerSink", "BulkSink", "Sink", "is_bulk", "native_path"]
+__all__ = ["ATTEMPTS_PER_PARTITION", "BrokerSink", "BulkSink", "Sink", "is_bulk", "native_path"]
 
-ATTEMPTS: Final = 1_000  # parts of a bulk file that one partition has for its attempts
+ATTEMPTS_PER_PARTITION: Final = 1_000  # part numbers reserved for the task attempts of a partition
 
 
 class Sink(Protocol):
-    """Takes messages until it is finished or aborted."""
+    """Destination of the messages of one task."""
 
-    lasting: bool  # whether what was taken stays when the task fails
+    sends_are_final: bool  # whether sent messages remain if the task fails
 
     def send(self, envelopes: Sequence[Envelope]) -> None:
-        """Hand messages over; they are safe when ``finish`` returns, at the latest."""
+        """Send messages; they are stored by the time ``finish`` returns."""
         ...
 
     def dead_letter(self, letters: Sequence[Envelope]) -> None:
-        """The same for dead letters of the channel."""
+        """Send dead letters to the dead-letter queue of the channel."""
         ...
 
     def finish(self) -> None:
-        """All was handed over."""
+        """Complete the output of a successful task."""
         ...
 
     def abort(self) -> None:
-        """Remove what can be removed: the task failed."""
+        """Discard the output of a failed task, as far as possible."""
         ...
 
 
 def is_bulk(plan: Plan) -> bool:
-    """Whether the channel is in a native directory, which takes bulk files."""
+    """Return whether the backend is native, which accepts bulk files."""
     return plan.settings.type == "native"
 
 
 def native_path(plan: Plan) -> str:
-    """The directory; ``ConfigError`` for an engine in memory, which no other process sees."""
+    """Return the native directory.
+
+    Raises:
+        ConfigError: The engine is in memory, where no other process can reach it.
+    """
     if plan.settings.path is None:
         raise ConfigError(
-            "type 'native' without a path is in the memory of one process: name the directory, "
-            "option('path', …)"
+            "type 'native' without a path is an engine in memory, which Spark tasks cannot reach: "
+            "set option('path', directory)"
         )
     return str(plan.settings.path)
 
 
 class BulkSink:
-    """A part of a bulk file, which counts once the driver publishes the job."""
+    """Writer of one part of a bulk file, which the driver publishes with the job."""
 
-    lasting = False
+    sends_are_final = False
 
     def __init__(self, plan: Plan, route: Route, staged: str, part: int) -> None:
         self._queue = route.queue
-        self._letters = plan.settings.broker_name(plan.letters)
+        self._dead_letter_queue = plan.settings.broker_name(plan.dead_letter_name)
         self._priority = plan.settings.default_priority
         self._writer = BulkWriter(native_path(plan), staged, part)
-        # Everything else follows the settings of the process that owns the directory.
+        # All other values come from the settings of the process that owns the directory.
         config: dict[str, object] = {"broadcast": route.spec.broadcast}
         if route.spec.dead_letter != route.queue + DEAD_LETTER_SUFFIX:
             config["dead_letter"] = route.spec.dead_letter
         self._writer.declare(route.queue, config)
-        self._letters_declared = False
-        self._letter_config: dict[str, object] = {
+        self._dead_letter_queue_declared = False
+        self._dead_letter_config: dict[str, object] = {
             "max_depth": plan.settings.dead_letter.max_size,
             "max_deliveries": None,
             "drop_oldest": True,
@@ -80,16 +84,16 @@ class BulkSink:
         }
 
     def send(self, envelopes: Sequence[Envelope]) -> None:
-        """Add them to the part."""
+        """Append messages to the part."""
         self._put(self._queue, envelopes)
 
     def _put(self, queue: str, envelopes: Sequence[Envelope]) -> None:
-        put, usual, now = self._writer.put, self._priority, time.time()
+        put, default_priority, now = self._writer.put, self._priority, time.time()
         for item in envelopes:
             put(
                 queue,
                 item.body,
-                priority=usual if item.priority is None else item.priority,
+                priority=default_priority if item.priority is None else item.priority,
                 headers=item.headers,
                 key=item.key,
                 due=item.not_before or 0.0,
@@ -99,25 +103,25 @@ class BulkSink:
             )
 
     def dead_letter(self, letters: Sequence[Envelope]) -> None:
-        """Add them to the part, for the dead-letter queue."""
-        if not self._letters_declared:
-            self._writer.declare(self._letters, self._letter_config)
-            self._letters_declared = True
-        self._put(self._letters, letters)
+        """Append dead letters to the part, for the dead-letter queue."""
+        if not self._dead_letter_queue_declared:
+            self._writer.declare(self._dead_letter_queue, self._dead_letter_config)
+            self._dead_letter_queue_declared = True
+        self._put(self._dead_letter_queue, letters)
 
     def finish(self) -> None:
-        """The part is on the disk."""
+        """Sync the part to disk."""
         self._writer.close()
 
     def abort(self) -> None:
-        """The part is gone."""
+        """Delete the part."""
         self._writer.abort()
 
 
 class BrokerSink:
-    """A broker: what it confirmed stays, and a task that is tried again sends it again."""
+    """Sink for a broker. Confirmed messages remain, so a retried task sends duplicates."""
 
-    lasting = True
+    sends_are_final = True
 
     def __init__(self, plan: Plan, sender: TaskSender, route: Route) -> None:
         self._route = route
@@ -125,12 +129,12 @@ class BrokerSink:
         self._plan = plan
 
     def send(self, envelopes: Sequence[Envelope]) -> None:
-        """Confirmed when this returns."""
+        """Send messages and wait until the broker confirms them."""
         self._sender.send(self._route, envelopes)
 
     def dead_letter(self, letters: Sequence[Envelope]) -> None:
-        """Confirmed when this returns."""
-        self._sender.send(self._sender.route(self._plan.letters), letters)
+        """Send dead letters and wait until the broker confirms them."""
+        self._sender.send(self._sender.route(self._plan.dead_letter_name), letters)
 
     def finish(self) -> None:
         """Disconnect."""

@@ -1,4 +1,4 @@
-"""Consumer that fills stages: one subscription, kept from batch to batch in a loop thread."""
+"""Consumer that fills stages, with one subscription that stays open between batches."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from qkit.wiring import Wiring
 __all__ = ["PREFETCH", "StageConsumer"]
 
 PREFETCH: Final = 1_000
-IDLE_TIMEOUT_SECONDS: Final = 0.2  # without a message, after which there are none
-FILL_TIMEOUT_SECONDS: Final = 2.0  # for one stage: leases run, and Spark waits for its batch
-FIRST_FILL_TIMEOUT_SECONDS: Final = 5.0  # for the first message: joining a group takes time
-CLOSE_TIMEOUT_SECONDS: Final = 5.0  # of a broken connection
-UNKNOWN: Final = 1 << 60  # the depth of what does not tell its own
+IDLE_TIMEOUT_SECONDS: Final = 0.2  # idle time after which the queue counts as empty
+FILL_TIMEOUT_SECONDS: Final = 2.0  # to fill one stage, while leases run and Spark waits
+FIRST_FILL_TIMEOUT_SECONDS: Final = 5.0  # to receive the first message: joining a group takes time
+CLOSE_TIMEOUT_SECONDS: Final = 5.0  # to close a broken connection
+UNKNOWN_DEPTH: Final = 1 << 60  # for backends that do not report a depth
 
 
 class StageConsumer:
-    """Receives messages, lets the caller keep them, then acknowledges them.
+    """Blocking consumer that acknowledges messages after the caller has stored them.
 
-    When the broker goes away a call raises ``BackendUnavailable``, and the next connects anew.
+    During an outage, a call raises ``BackendUnavailable``; the next call reconnects.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -45,18 +45,20 @@ class StageConsumer:
         self._timeout = FIRST_FILL_TIMEOUT_SECONDS
 
     def depth(self) -> int:
-        """How many messages wait now; ``UNKNOWN`` where the backend cannot tell."""
+        """Return the number of ready messages; ``UNKNOWN_DEPTH`` if it is unavailable."""
         return self._loop.call(self._depth)
 
-    def take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
-        """Up to ``limit`` messages to ``keep``; acknowledged once that returned. How many.
+    def take(self, limit: int, store: Callable[[Sequence[Envelope]], None]) -> int:
+        """Pass up to ``limit`` messages to ``store``, then acknowledge them.
 
-        Fewer than ``PREFETCH``, and than ``limit``, if no more came in a while.
+        Returns:
+            The number of messages. If it is less than both ``limit`` and ``PREFETCH``, no more
+            messages arrived in time.
         """
-        return self._loop.call(lambda: self._take(limit, keep))
+        return self._loop.call(lambda: self._take(limit, store))
 
     def close(self) -> None:
-        """Leave the broker and end the thread."""
+        """Disconnect and stop the thread."""
         self._loop.call(self._close)
         self._loop.close()
 
@@ -66,23 +68,23 @@ class StageConsumer:
             await start_for_reading(backend, self._plan)
             if not await exists(backend, self._plan):
                 return 0
-            # The depth of a topic is not that of the group, which may not even exist yet.
+            # The depth of a topic is not that of its group, and the group may not exist yet.
             topic = self._plan.broadcast and not self._plan.dead_letters
             if isinstance(backend, Admin) and backend.capabilities.depth and not topic:
                 return (await backend.stats(self._plan.queue)).depth
         finally:
             await backend.aclose()
-        return UNKNOWN
+        return UNKNOWN_DEPTH
 
-    async def _take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
+    async def _take(self, limit: int, store: Callable[[Sequence[Envelope]], None]) -> int:
         try:
-            subscription = await self._subscribed()
+            subscription = await self._subscribe()
             if subscription is None:
                 return 0
             deliveries = await self._receive(subscription, min(limit, PREFETCH))
             if not deliveries:
                 return 0
-            await asyncio.to_thread(keep, [delivery.envelope for delivery in deliveries])
+            await asyncio.to_thread(store, [delivery.envelope for delivery in deliveries])
             await _acknowledge(subscription.subscription, deliveries)
         except BackendUnavailable:
             await self._close()
@@ -90,23 +92,25 @@ class StageConsumer:
         return len(deliveries)
 
     async def _receive(self, subscription: RawSubscription, limit: int) -> list[Delivery]:
-        """What comes until there is quiet, or for a while."""
+        """Receive until the queue is idle, ``limit`` is reached or the fill timeout passes."""
         timeout, self._timeout = self._timeout, IDLE_TIMEOUT_SECONDS
-        found = await _within(timeout, subscription.receive(limit))
+        deliveries = await _within_timeout(timeout, subscription.receive(limit))
         time = asyncio.get_running_loop().time
-        until = time() + FILL_TIMEOUT_SECONDS
-        while 0 < len(found) < limit and time() < until:
-            more = await _within(IDLE_TIMEOUT_SECONDS, subscription.receive(limit - len(found)))
+        deadline = time() + FILL_TIMEOUT_SECONDS
+        while 0 < len(deliveries) < limit and time() < deadline:
+            more = await _within_timeout(
+                IDLE_TIMEOUT_SECONDS, subscription.receive(limit - len(deliveries))
+            )
             if not more:
                 break
-            found += more
-        return found
+            deliveries += more
+        return deliveries
 
-    async def _subscribed(self) -> RawSubscription | None:
-        """Subscribe, unless that is done; ``None`` while there is no dead-letter queue yet.
+    async def _subscribe(self) -> RawSubscription | None:
+        """Return the subscription, opened on first use; ``None`` if there is no queue yet.
 
-        The channel must exist. What a subscription needs beside it is made: a topic's group, and
-        on Kafka the topic of retries.
+        Only a dead-letter queue may be missing; the channel itself must exist. The
+        declaration also creates the group of a topic and, on Kafka, the retry topic.
         """
         if self._subscription is None:
             settings, clock = self._plan.settings, SystemClock()
@@ -147,20 +151,22 @@ class StageConsumer:
                 async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await stack.aclose()
             except (QueueError, TimeoutError, OSError) as error:
-                logger.warning("%s: closing what was lost: %s", self._plan.channel, error)
+                logger.warning(
+                    "%s: could not close the subscription cleanly: %s", self._plan.channel, error
+                )
 
 
-async def _within(seconds: float, coming: Awaitable[list[Delivery]]) -> list[Delivery]:
-    """What comes in time; parking is safe to cancel."""
+async def _within_timeout(seconds: float, receiving: Awaitable[list[Delivery]]) -> list[Delivery]:
+    """Return the received messages, or none after a timeout; ``receive`` is safe to cancel."""
     try:
         async with asyncio.timeout(seconds):
-            return await coming
+            return await receiving
     except TimeoutError:
         return []
 
 
 async def _acknowledge(subscription: Subscription, deliveries: Sequence[Delivery]) -> None:
-    """What cannot be acknowledged any more comes again: a duplicate, not a loss."""
+    """Acknowledge messages; a message whose ack fails will be delivered again."""
     if isinstance(subscription, AckMany):
         results = await subscription.ack_many(deliveries)
     else:
@@ -168,7 +174,7 @@ async def _acknowledge(subscription: Subscription, deliveries: Sequence[Delivery
     failed = [error for error in results if error is not None]
     if failed:
         logger.warning(
-            "%d of %d messages were staged and not acknowledged, they will come again: %s",
+            "%d of %d messages were staged but not acknowledged and will be redelivered: %s",
             len(failed),
             len(deliveries),
             failed[0],

@@ -1,10 +1,10 @@
-"""A stream of a channel whose broker forgets what it delivered: staged first, acknowledged then.
+"""Stream source for a broker without a log: stages messages in files before it acks them.
 
-    stage/00000012.arrow      a stage, by its number; with .tmp behind while it is written
+    stage/00000012.arrow      a stage, named by its number; ends in .tmp until it is complete
 
-Messages are claimed, written to a stage, synced and only then acknowledged; Spark's offsets are
-numbers of stages. Whoever is killed, and when: what was acknowledged is in a stage, and a stage is
-removed only when Spark will not ask for it again.
+Messages are received, written to a stage, synced, and only then acknowledged. Spark's offsets are
+stage numbers. A crash at any point loses nothing: an acknowledged message is in a stage,
+and a stage is removed only when Spark no longer needs it.
 """
 
 from __future__ import annotations
@@ -29,54 +29,53 @@ from qkit.spark.stage_consumer import PREFETCH, StageConsumer
 
 __all__ = ["StageFile", "StagingArea", "read"]
 
-DEFAULT_MAX_ROWS: Final = 100_000  # of a batch
+DEFAULT_MAX_ROWS: Final = 100_000  # per batch
 STAGES_PER_TASK: Final = 10
-LOCK_TIMEOUT_SECONDS: Final = 10.0  # for a stream that was just stopped to release its lock
-
-
-_TOKEN: Final = "qkit-stage"
+LOCK_TIMEOUT_SECONDS: Final = 10.0  # a stream that was just stopped may still hold the lock
+_TOKEN_KEY: Final = "qkit-stage"
 
 
 class StageFile(NamedTuple):
-    """A stage for a task to read, and the random text in it: tasks compare it."""
+    """Path of a stage, and the random token by which a task recognizes the file."""
 
     path: str
     token: str | None
 
 
 class StagingArea:
-    """Fills stages and hands them out; lives in the driver's process as long as the stream."""
+    """Source that consumes messages into stages; it runs on the driver for the whole stream."""
 
     def __init__(self, plan: Plan) -> None:
         if plan.stage is None:
             raise ConfigError(
-                f"a stream of {plan.settings.type} needs option('stage', directory): its messages "
-                "are kept there until Spark has done with them. All executors must see it, and it "
-                "is this stream's alone"
+                f"a stream from {plan.settings.type} needs option('stage', directory), which keeps "
+                "messages until Spark has processed them. All executors must share the directory, "
+                "and no other stream may use it"
             )
         self._plan = plan
         self._directory = Path(plan.stage)
         self._consumer: StageConsumer | None = None
-        self._budget: int | None = None  # for who asks for what is there now, and no more
+        self._budget: int | None = None  # messages left to take; set by ``limit_to_available``
         self._lock: int | None = None
 
     def initial(self) -> dict[str, Any]:
-        """Where a new stream begins: before what an earlier one staged and Spark never saw."""
-        self._own()
+        """Return the offset before the oldest stage left by an earlier stream, or 0."""
+        self._lock_directory()
         staged = self._staged()
         return {"stage": staged[0] - 1 if staged else 0}
 
     def limit_to_available(self) -> None:
-        """Take no more than what is there now."""
-        self._own()
+        """Limit the stream to the number of messages that are in the queue now."""
+        self._lock_directory()
         self._budget = self._get_consumer().depth()
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-        """Stage what there is; what was staged before and never handed out goes first.
+        """Return the end of the next batch: existing stages, or else newly filled ones.
 
-        It may have been acknowledged just before a crash, so nowhere else is it any more.
+        Stages from before a crash come first, because their messages may be acknowledged and
+        exist nowhere else.
         """
-        self._own()
+        self._lock_directory()
         done = int(start["stage"])
         self._remove(done)
         staged = self._staged()
@@ -85,7 +84,7 @@ class StagingArea:
         return {"stage": self._fill(done, limit or DEFAULT_MAX_ROWS)}
 
     def _fill(self, number: int, wanted: int) -> int:
-        """Stage what waits, up to ``wanted`` messages; the number of the last stage."""
+        """Stage up to ``wanted`` messages and return the number of the last stage."""
         if self._budget is not None:
             wanted = min(wanted, self._budget)
         while wanted > 0:
@@ -93,33 +92,33 @@ class StagingArea:
             number += bool(count)
             if self._budget is not None:
                 self._budget = self._budget - count if count else 0
-            if count < min(wanted, PREFETCH):  # what comes from now on is of the next batch
+            if count < min(wanted, PREFETCH):  # later messages belong to the next batch
                 break
             wanted -= count
         return number
 
     def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[list[StageFile]]:
-        """The files of the stages between, as tasks are to read them."""
+        """Return the stages between two offsets, grouped for tasks."""
         files = [
             self._file(number) for number in range(int(start["stage"]) + 1, int(end["stage"]) + 1)
         ]
         missing = [file.name for file in files if not file.exists()]
         if missing:
             raise StorageError(
-                f"{missing[0]} is missing in {self._directory}: the checkpoint belongs to another "
-                "stage directory, or files were removed",
+                f"{missing[0]} is missing from {self._directory}: the checkpoint belongs to "
+                "another stage directory, or files were deleted",
                 operation="read",
                 queue=self._plan.channel,
             )
-        found = [StageFile(str(file), _token_of(file)) for file in files]
-        return [found[at : at + STAGES_PER_TASK] for at in range(0, len(found), STAGES_PER_TASK)]
+        stages = [StageFile(str(file), _token_of(file)) for file in files]
+        return [stages[at : at + STAGES_PER_TASK] for at in range(0, len(stages), STAGES_PER_TASK)]
 
     def commit(self, end: Mapping[str, Any]) -> None:
-        """Spark will not ask for these again."""
+        """Remove the stages up to ``end``."""
         self._remove(int(end["stage"]))
 
     def close(self) -> None:
-        """Let go of the broker and the directory; idempotent."""
+        """Disconnect and unlock the directory; idempotent."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             consumer.close()
@@ -129,8 +128,8 @@ class StagingArea:
 
     # The directory
 
-    def _own(self) -> None:
-        """Take the directory for this process; one whose stream was stopped may take a while."""
+    def _lock_directory(self) -> None:
+        """Lock the directory, waiting for a stream that was just stopped."""
         if self._lock is not None:
             return
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -144,12 +143,13 @@ class StagingArea:
                 if time.monotonic() >= deadline:
                     os.close(fd)
                     raise ConfigError(
-                        f"another stream uses the stage {self._directory}: give each its own"
+                        f"another stream uses the stage directory {self._directory}: use a "
+                        "separate directory for each stream"
                     ) from None
                 time.sleep(0.05)
         self._lock = fd
-        for left in self._directory.glob("*.tmp"):
-            left.unlink()
+        for leftover in self._directory.glob("*.tmp"):
+            leftover.unlink()
 
     def _file(self, number: int) -> Path:
         return self._directory / f"{number:08}.arrow"
@@ -162,12 +162,12 @@ class StagingArea:
             if number <= upto:
                 self._file(number).unlink()
 
-    def _write(self, number: int, found: Sequence[Envelope]) -> None:
-        """Write a stage; it is on the disk under its name when this returns."""
+    def _write(self, number: int, envelopes: Sequence[Envelope]) -> None:
+        """Write a stage and sync it to disk."""
         file = self._file(number)
         temporary = file.with_suffix(".arrow.tmp")
-        batches = list(rows.batches(found, self._plan))
-        schema = batches[0].schema.with_metadata({_TOKEN: os.urandom(16).hex()})
+        batches = list(rows.batches(envelopes, self._plan))
+        schema = batches[0].schema.with_metadata({_TOKEN_KEY: os.urandom(16).hex()})
         with temporary.open("wb") as raw:
             os.fchmod(raw.fileno(), 0o600)
             with pa.ipc.new_file(raw, schema) as writer:
@@ -185,15 +185,16 @@ class StagingArea:
 
 
 def read(files: Sequence[StageFile]) -> Iterator[pa.RecordBatch]:
-    """In a task: the rows of some stages.
+    """Yield the rows of the given stages; runs in a task.
 
-    Raises ``StorageError`` if a file is not the one that the driver wrote.
+    Raises:
+        StorageError: A file is missing, or is not the file that the driver wrote.
     """
     for file, token in files:
         if not Path(file).exists() or _token_of(Path(file)) != token:
             raise StorageError(
-                f"{file} on {gethostname()} is not the file that the driver wrote: the stage must "
-                "be on a file system that all executors share, under the same path",
+                f"{file} on {gethostname()} is not the file that the driver wrote: the stage "
+                "directory must be on a file system that all executors share, under the same path",
                 operation="read",
             )
         with pa.OSFile(file) as raw, pa.ipc.open_file(raw) as reader:
@@ -202,7 +203,7 @@ def read(files: Sequence[StageFile]) -> Iterator[pa.RecordBatch]:
 
 
 def _token_of(file: Path) -> str | None:
-    """The random text in a stage; ``None`` in one of an older version."""
+    """Return the random token of a stage; ``None`` if an older version wrote it."""
     with pa.OSFile(str(file)) as raw, pa.ipc.open_file(raw) as reader:
-        token = (reader.schema.metadata or {}).get(_TOKEN.encode())
+        token = (reader.schema.metadata or {}).get(_TOKEN_KEY.encode())
     return None if token is None else token.decode()

@@ -1,4 +1,4 @@
-"""``spark.readStream``: by places in a log where there is one, else by stages."""
+"""Reader for ``spark.readStream``: by log positions if the backend has a log, else by stages."""
 
 from __future__ import annotations
 
@@ -33,93 +33,95 @@ __all__ = ["StreamReader"]
 
 
 class ReplayableSource(Protocol):
-    """Source of a stream's messages; offsets are plain JSON, and Spark keeps them."""
+    """Source of a stream's messages. Its offsets are JSON, which Spark stores in the checkpoint."""
 
     def initial(self) -> dict[str, Any]:
-        """Where a new stream begins."""
+        """Return the offset at which a new stream starts."""
         ...
 
     def limit_to_available(self) -> None:
-        """From now on read only what is available now."""
+        """Limit the stream to the messages that are available now."""
         ...
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-        """An end with at most ``limit`` messages before it; ``start`` if there are none."""
+        """Return the end of the next batch of at most ``limit`` messages; ``start`` if empty."""
         ...
 
     def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[object]:
-        """What tasks are to read: the same again for the same offsets, until ``commit``."""
+        """Return the ranges that tasks read; the result is the same until ``commit``."""
         ...
 
     def commit(self, end: Mapping[str, Any]) -> None:
-        """Spark has done with all before ``end``."""
+        """Release the messages up to ``end``, which Spark no longer needs."""
         ...
 
     def close(self) -> None:
-        """Let go of what is held; idempotent."""
+        """Release connections and locks; idempotent."""
         ...
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Spark calls all but ``read`` in one process of the driver's; ``read`` is in tasks.
+    """Reader for ``spark.readStream``.
 
-    Nothing is connected before the first call, because this travels to tasks too. A broker that
-    goes away later is waited for: meanwhile there are no messages. One that cannot be reached in
-    the beginning is an error, and so is any outage where Spark wants what is there now: that it
-    would miss the rest must not look like the end.
+    Spark calls ``read`` in tasks, and all other methods in one process on the driver. The reader
+    is pickled to the tasks, so it connects on first use.
+
+    An outage during a stream is treated as "no messages", and the stream continues when the
+    broker is back. An outage at the start is an error. So is any outage with the trigger
+    ``availableNow``, because the stream would look complete although messages are missing.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._found: ReplayableSource | None = None
-        self._waits = False
+        self._open_source: ReplayableSource | None = None
+        self._tolerates_outages = False
         self._limited_to_available = False
-        _source_of(plan)  # refuses now what would fail later
+        _source_of(plan)  # validates the plan
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_found": None}
+        return {**self.__dict__, "_open_source": None}
 
     @property
     def _source(self) -> ReplayableSource:
-        if self._found is None:
-            self._found = _source_of(self._plan)
-        return self._found
+        if self._open_source is None:
+            self._open_source = _source_of(self._plan)
+        return self._open_source
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802  Spark's name
-        """Where a new query begins."""
+        """Return the offset at which a new query starts."""
         return self._source.initial()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802  Spark's name
-        """``max_rows`` of the options."""
+        """Return the maximum size of a batch, from the option ``max_rows``."""
         rows = self._plan.max_rows
         return ReadAllAvailable() if rows is None else ReadMaxRows(rows)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802  Spark's name
-        """Take what is there now, then end."""
+        """Limit this query to the messages that are available now."""
         self._limited_to_available = True
         self._source.limit_to_available()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802  Spark's name
-        """The end of the next batch."""
-        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        """Return the end of the next batch; ``start`` if there are no messages."""
+        max_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         try:
-            end = self._source.latest(start, most)
+            end = self._source.latest(start, max_rows)
         except BackendUnavailable as error:
-            if not self._waits:
+            if not self._tolerates_outages:
                 raise
-            logger.warning("%s: no messages for now: %s", self._plan.channel, error)
+            logger.warning("%s: broker unavailable, no new messages: %s", self._plan.channel, error)
             return start
-        self._waits = not self._limited_to_available
+        self._tolerates_outages = not self._limited_to_available
         return end
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """What tasks are to read."""
+        """Return the partitions of a batch, one for each task."""
         if start == end:
             return []
-        return [InputPartition(piece) for piece in self._source.ranges(start, end)]
+        return [InputPartition(value) for value in self._source.ranges(start, end)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """In a task."""
+        """Return the rows of one partition; runs in a task."""
         value = partition.value
         if isinstance(value, LogRange):
             return native_log.read(self._plan, value)
@@ -128,13 +130,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return staging.read(value)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Spark has done with all before ``end``."""
+        """Release the messages up to ``end``, which Spark no longer needs."""
         self._source.commit(end)
 
     def stop(self) -> None:
-        """Spark ends the process rather than call this; either lets go of what is held."""
-        if self._found is not None:
-            self._found.close()
+        """Release connections and locks.
+
+        Spark usually terminates the process without calling this, which releases them too.
+        """
+        if self._open_source is not None:
+            self._open_source.close()
 
 
 def _source_of(plan: Plan) -> ReplayableSource:

@@ -1,4 +1,4 @@
-"""A service without handlers, for a task that has no event loop of its own."""
+"""Blocking sender for Spark tasks, with the send policies of a service."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from qkit.wiring import Wiring
 
 __all__ = ["TaskSender"]
 
-BACKOFF: Final = Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1)
+QUEUE_FULL_BACKOFF: Final = Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1)
 
 
 class TaskSender:
-    """Sends envelopes with the policies of a service. Its event loop runs in a thread.
+    """Blocking sender with the retries and deadlines of a service.
 
-    Nothing is connected before ``open``; ``route`` works without.
+    Its event loop runs in a background thread. ``open`` connects; ``route`` works without a
+    connection.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -39,16 +40,16 @@ class TaskSender:
         self._loop: LoopThread | None = None
 
     def route(self, channel: str, *, broadcast: bool = False) -> Route:
-        """What a channel means on this backend; refuses what it cannot do."""
+        """Return the route of a channel; raise ``Unsupported`` if the backend cannot serve it."""
         return self._runtime.wiring.routes.resolve(undeclared(channel, broadcast=broadcast))
 
     @property
     def unheard(self) -> int:
-        """How many messages no subscriber received, on a backend that keeps none."""
+        """Number of messages that no subscriber received; 0 on backends that store messages."""
         return self._backend.unheard if isinstance(self._backend, UnheardReporting) else 0
 
     def open(self) -> Self:
-        """Connect, and declare each channel whose route was asked for.
+        """Connect, and declare each channel that was passed to ``route``.
 
         Raises:
             BackendUnavailable: The broker cannot be reached.
@@ -69,32 +70,37 @@ class TaskSender:
                 loop.call(self._runtime.shutdown)
 
     def send(self, route: Route, envelopes: Sequence[Envelope]) -> None:
-        """Return once every one is confirmed.
+        """Send envelopes and wait until all are confirmed.
 
-        A full queue is waited for as long as consumers take from it, and ``send_timeout`` more.
+        While the queue is full, the send is retried until no message has been accepted for
+        ``send_timeout`` seconds.
+
+        Raises:
+            QueueFull: The queue stayed full.
+            QueueError: The messages could not be sent.
         """
-        assert self._loop is not None, "open it first"
+        assert self._loop is not None, "the sender is not open"
         self._loop.call(lambda: self._send(route, list(envelopes)))
 
     async def _send(self, route: Route, envelopes: list[Envelope]) -> None:
-        tries, deadline = 0, time.monotonic() + self._timeout
+        attempt, deadline = 0, time.monotonic() + self._timeout
         while envelopes:
             try:
                 await self._runtime.producer.send_envelopes(route, envelopes)
             except PartialSend as partial:
-                refused = [
+                failed = [
                     (envelope, result)
                     for envelope, result in zip(envelopes, partial.results, strict=True)
                     if isinstance(result, QueueError)
                 ]
-                if not all(isinstance(result, QueueFull) for _, result in refused):
+                if not all(isinstance(result, QueueFull) for _, result in failed):
                     raise
-                envelopes = [envelope for envelope, _ in refused]
-                tries, deadline = 0, time.monotonic() + self._timeout
+                envelopes = [envelope for envelope, _ in failed]
+                attempt, deadline = 0, time.monotonic() + self._timeout
             except QueueFull:
                 if time.monotonic() >= deadline:
                     raise
             else:
                 return
-            tries += 1
-            await asyncio.sleep(BACKOFF.after(tries))
+            attempt += 1
+            await asyncio.sleep(QUEUE_FULL_BACKOFF.after(attempt))

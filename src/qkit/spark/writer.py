@@ -1,9 +1,9 @@
-"""Writing a DataFrame: tasks make messages of Arrow batches, the driver publishes or aborts.
+"""Writers for DataFrames: tasks encode and send rows, the driver publishes or aborts the job.
 
-The writer is made on the driver and travels to each task by pickle. For a batch it travels to the
-process in which Spark calls ``commit`` or ``abort`` as well; for a stream another is made there, of
-the same options, for each batch. So what they share is decided when a writer is made, or follows
-from the options, or comes back with the tasks' messages.
+Spark creates the writer on the driver and pickles it to each task. The process that calls
+``commit`` or ``abort`` receives a pickled copy of a batch writer; for a stream, it creates a new
+writer from the same options for each batch. State that they share is therefore set in
+``__init__``, derived from the options, or returned in the commit messages of the tasks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ from qkit.native.bulk_jobs import commit_once, job_name
 from qkit.spark.columns import Columns
 from qkit.spark.options import Plan
 from qkit.spark.row_encoder import RowEncoder, is_row_error, message_ids, preview
-from qkit.spark.sinks import ATTEMPTS, BrokerSink, BulkSink, Sink, is_bulk, native_path
+from qkit.spark.sinks import (
+    ATTEMPTS_PER_PARTITION,
+    BrokerSink,
+    BulkSink,
+    Sink,
+    is_bulk,
+    native_path,
+)
 from qkit.spark.task_sender import TaskSender
 
 if TYPE_CHECKING:
@@ -43,15 +50,15 @@ if TYPE_CHECKING:
 __all__ = ["BatchWriter", "StreamWriter", "Task", "TaskResult"]
 
 SEND_BATCH_SIZE: Final = 500
-STAGED: Final = "spark-"  # what bulk files are called while Spark's tasks write them
-STALE_AFTER_SECONDS: Final = 7 * 86_400.0  # then a bulk file of a killed driver is removed
-_BATCH: Final = "streaming.sql.batchId"
-_QUERY: Final = "sql.streaming.queryId"
+STAGED_PREFIX: Final = "spark-"  # start of the names of unpublished bulk files
+STALE_AFTER_SECONDS: Final = 7 * 86_400.0  # age at which files of a killed driver are removed
+_BATCH_ID_PROPERTY: Final = "streaming.sql.batchId"
+_QUERY_ID_PROPERTY: Final = "sql.streaming.queryId"
 
 
 @dataclass(slots=True)
 class TaskResult(WriterCommitMessage):
-    """A task's message to the driver: its job, the staged part, and its counts."""
+    """Commit message of a task: its job, the part it wrote, and its counts."""
 
     job: str
     staged: str
@@ -62,17 +69,17 @@ class TaskResult(WriterCommitMessage):
 
 
 class _Writer:
-    """What batches and streams share."""
+    """Base class of the batch and stream writers."""
 
     def __init__(self, plan: Plan, columns: Columns) -> None:
         self._plan = plan
         self._columns = columns
         self._started = time.time()
-        # Refuse on the driver what the tasks could not do.
+        # Fail on the driver if the tasks would fail: both calls validate the plan.
         route = TaskSender(plan.settings).route(plan.channel, broadcast=plan.broadcast)
         RowEncoder(plan, columns, route)
         self._queue = route.queue
-        self._identity: str | None = None  # of the native directory: tasks compare it
+        self._identity: str | None = None  # identity of the native directory, which tasks verify
         if is_bulk(plan):
             path = native_path(plan)
             if plan.job_id is not None:
@@ -84,7 +91,7 @@ class _Writer:
         partition, attempt = (
             (0, 0) if context is None else (context.partitionId(), context.attemptNumber())
         )
-        part = partition * ATTEMPTS + attempt % ATTEMPTS
+        part = partition * ATTEMPTS_PER_PARTITION + attempt % ATTEMPTS_PER_PARTITION
         sender = TaskSender(self._plan.settings)
         route = sender.route(self._plan.channel, broadcast=self._plan.broadcast)
         encoder = RowEncoder(self._plan, self._columns, route)
@@ -99,22 +106,22 @@ class _Writer:
         return TaskResult(job, staged, part, task.rows, task.dead_letters, sender.unheard)
 
     def sink(self, sender: TaskSender, route: Route, staged: str, part: int) -> Sink:
-        """Where the messages of one task go."""
+        """Return the sink for the messages of one task."""
         if self._identity is not None:
             bulk.check_identity(native_path(self._plan), self._identity)
             return BulkSink(self._plan, route, staged, part)
         return BrokerSink(self._plan, sender, route)
 
     def _publish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        done = _results(messages)
-        if not done:
+        results = _results(messages)
+        if not results:
             return
-        rows, job = sum(task.rows for task in done), done[0].job
-        letters, skipped = sum(task.dead_letters for task in done), 0
-        if is_bulk(self._plan) and not self._publish_parts(done):
+        rows, job = sum(task.rows for task in results), results[0].job
+        letters, skipped = sum(task.dead_letters for task in results), 0
+        if is_bulk(self._plan) and not self._publish_parts(results):
             letters, skipped = 0, rows
             logger.warning(
-                "%s: %d rows of job %s were not written: it was published before",
+                "%s: %d rows were not written: job %s was already published",
                 self._plan.channel,
                 rows,
                 job,
@@ -124,10 +131,10 @@ class _Writer:
             "messages": rows - letters - skipped,
             "dead_letters": letters,
             "skipped": skipped,
-            "unheard": sum(task.unheard for task in done),
+            "unheard": sum(task.unheard for task in results),
         }
         logger.info(
-            "%s: %d messages and %d dead letters of job %s",
+            "%s: wrote %d messages and %d dead letters of job %s",
             self._plan.channel,
             report["messages"],
             letters,
@@ -135,41 +142,40 @@ class _Writer:
         )
         if self._plan.report is not None:
             Path(self._plan.report).write_text(json.dumps(report))
-        self._check_heard(sum(task.unheard for task in done), rows - letters)
+        self._check_unheard(sum(task.unheard for task in results), rows - letters)
 
-    def _publish_parts(self, done: Sequence[TaskResult]) -> bool:
-        """Publish what the tasks wrote; whether it counts."""
+    def _publish_parts(self, results: Sequence[TaskResult]) -> bool:
+        """Publish the parts of the tasks; return false if the job was already published."""
         path, plan = Path(native_path(self._plan)), self._plan
-        job, staged, parts = done[0].job, done[0].staged, {task.part for task in done}
+        job, staged, parts = results[0].job, results[0].staged, {task.part for task in results}
         missing = parts - bulk.completed_parts(path, staged)
         if missing:
             raise StorageError(
-                f"{len(missing)} of {len(parts)} parts that tasks have written are not in "
-                f"{path}/inbox, and nothing was published: the executors must see the directory "
-                "that the driver sees",
+                f"{len(missing)} of {len(parts)} parts are missing in {path}/inbox, so nothing was "
+                "published: the executors and the driver must share the directory",
                 backend="native",
                 operation="send",
                 queue=plan.channel,
             )
         if job == plan.job_id:
-            letters = plan.settings.broker_name(plan.letters)
-            counts = commit_once(path, staged, job, self._queue, letters=letters, parts=parts)
+            letters = plan.settings.broker_name(plan.dead_letter_name)
+            published = commit_once(path, staged, job, self._queue, letters=letters, parts=parts)
         else:
-            counts = bulk.commit(path, staged, parts=parts, name=job)
-        _sweep(path / "inbox")
-        return counts
+            published = bulk.commit(path, staged, parts=parts, name=job)
+        _remove_stale_parts(path / "inbox")
+        return published
 
-    def _check_heard(self, unheard: int, messages: int) -> None:
-        """Redis pub/sub keeps nothing: what no subscriber received is lost."""
+    def _check_unheard(self, unheard: int, messages: int) -> None:
+        """Fail or warn (``on_unheard``) if messages had no subscriber on Redis pub/sub."""
         if not unheard:
             return
         text = (
             f"{unheard} of {messages} messages had no subscriber and are lost: Redis pub/sub "
-            "keeps nothing. Start the subscribers first, or write with mode='list'"
+            "stores no messages. Start the subscribers first, or write with mode='list'"
         )
         if self._plan.on_unheard == "fail":
             raise QueueError(
-                f"{text}; option('on_unheard', 'warn') reports them and does not fail",
+                f"{text}; option('on_unheard', 'warn') only logs and counts them",
                 backend="redis",
                 operation="send",
                 queue=self._plan.channel,
@@ -177,71 +183,78 @@ class _Writer:
         logger.warning("%s: %s", self._plan.channel, text)
 
     def _abort(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
-        """``staged`` may hold a star, for when no task has told the name."""
-        done = _results(messages)
+        """Remove the unpublished parts.
+
+        ``staged`` is a glob pattern for their names, used if no task returned the exact name.
+        """
+        results = _results(messages)
         if is_bulk(self._plan):
             path = native_path(self._plan)
-            for left in (Path(path) / "inbox").glob(f".{done[0].staged if done else staged}"):
-                bulk.abort(path, left.name.removeprefix("."))
+            pattern = f".{results[0].staged if results else staged}"
+            for directory in (Path(path) / "inbox").glob(pattern):
+                bulk.abort(path, directory.name.removeprefix("."))
         else:
-            sent = sum(task.rows for task in done)
+            sent = sum(task.rows for task in results)
             logger.error(
-                "%s: the write failed after %d messages of complete tasks were sent; more of the "
-                "others may have been, as their errors say",
+                "%s: the write failed. Completed tasks sent %d messages; failed tasks may have "
+                "sent more, see their errors",
                 self._plan.channel,
                 sent,
             )
 
 
 class BatchWriter(_Writer, DataSourceArrowWriter):
-    """``df.write``; on native all of it is published at once, or nothing."""
+    """Writer for ``df.write``; on native, either all rows are published or none."""
 
     def __init__(self, plan: Plan, columns: Columns) -> None:
         super().__init__(plan, columns)
-        self._run = STAGED + new_id()
+        self._staged = STAGED_PREFIX + new_id()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskResult:
-        """In a task: make messages of the rows and hand them over."""
-        return self._write(iterator, self._plan.job_id or self._run, self._run)
+        """Encode and send the rows of one partition; runs in a task."""
+        return self._write(iterator, self._plan.job_id or self._staged, self._staged)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """On the driver: all tasks are done."""
+        """Publish the job; runs on the driver after all tasks succeeded."""
         self._publish(messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """On the driver: a task failed for good, or ``commit`` did."""
-        self._abort(messages, self._run)
+        """Discard the job; runs on the driver after a task or ``commit`` failed."""
+        self._abort(messages, self._staged)
 
 
 class StreamWriter(_Writer, DataSourceStreamArrowWriter):
-    """``df.writeStream``; a batch that Spark repeats after a restart counts once on native.
+    """Writer for ``df.writeStream``; on native, a repeated batch is published only once.
 
-    ``options`` tell its stages from those of other streams where no message does.
+    A hash of ``options`` marks the parts of this stream, so that ``abort`` finds them even if no
+    task returned a commit message.
     """
 
     def __init__(self, plan: Plan, columns: Columns, options: Mapping[str, str]) -> None:
         super().__init__(plan, columns)
         text = repr(sorted(options.items())).encode()
-        self._mark = STAGED + blake2b(text, digest_size=8).hexdigest()
+        self._stream_prefix = STAGED_PREFIX + blake2b(text, digest_size=8).hexdigest()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskResult:
-        """In a task: make messages of the rows and hand them over."""
+        """Encode and send the rows of one partition of a batch; runs in a task."""
         context = TaskContext.get()
-        assert context is not None, "Spark runs this in a task"
-        job = f"{context.getLocalProperty(_QUERY)}-{context.getLocalProperty(_BATCH)}"
-        return self._write(iterator, job, f"{self._mark}-{job}")
+        assert context is not None, "write was called outside a Spark task"
+        query = context.getLocalProperty(_QUERY_ID_PROPERTY)
+        batch = context.getLocalProperty(_BATCH_ID_PROPERTY)
+        job = f"{query}-{batch}"
+        return self._write(iterator, job, f"{self._stream_prefix}-{job}")
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name
-        """On the driver: all tasks of a batch are done."""
+        """Publish the batch; runs on the driver after all its tasks succeeded."""
         self._publish(messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name
-        """On the driver: a task failed for good, or ``commit`` did."""
-        self._abort(messages, f"{self._mark}-*-{batchId}")
+        """Discard the batch; runs on the driver after a task or ``commit`` failed."""
+        self._abort(messages, f"{self._stream_prefix}-*-{batchId}")
 
 
 class Task:
-    """The rows of one partition on their way; memory is flat in their number."""
+    """Encoder and sender of one partition; memory use does not grow with the number of rows."""
 
     def __init__(
         self, plan: Plan, columns: Columns, encoder: RowEncoder, sink: Sink, partition: int
@@ -252,25 +265,29 @@ class Task:
         self._sink = sink
         self._partition = partition
         self._sent = 0
-        self.rows = 0
-        self.dead_letters = 0
+        self.rows: int = 0
+        self.dead_letters: int = 0
 
-    def run(self, batches: Iterator[pa.RecordBatch], numbers: Iterator[str]) -> None:
-        """Send every row, in order."""
-        make, is_fatal = self._encoder.envelope, self._plan.on_invalid == "fail"
+    def run(self, batches: Iterator[pa.RecordBatch], ids: Iterator[str]) -> None:
+        """Encode and send every row, in order.
+
+        Raises:
+            InvalidBody: A row is invalid and ``on_invalid`` is ``fail``.
+        """
+        encode, is_fatal = self._encoder.envelope, self._plan.on_invalid == "fail"
         for batch in batches:
             group: list[Envelope] = []
             letters: list[Envelope] = []
             for body, options in self._columns.rows(batch):
-                id = next(numbers)
+                id = next(ids)
                 try:
-                    group.append(make(id, body, options))
+                    group.append(encode(id, body, options))
                 except Exception as error:
                     if not is_row_error(error):
                         raise
                     if is_fatal:
                         self._send(group)
-                        raise self._invalid(preview(body, options), error) from error
+                        raise self._invalid_row(preview(body, options), error) from error
                     letters.append(self._encoder.dead_letter(id, body, options, error))
                 self.rows += 1
                 if len(group) == SEND_BATCH_SIZE:
@@ -286,30 +303,30 @@ class Task:
             self._sink.send(group)
             self._sent += len(group)
 
-    def _invalid(self, row: str, error: Exception) -> InvalidBody:
+    def _invalid_row(self, row: str, error: Exception) -> InvalidBody:
         sent = (
             f"{self._sent} rows of this partition were sent before it"
-            if self._sink.lasting
+            if self._sink.sends_are_final
             else "nothing was published"
         )
         return InvalidBody(
-            f"row {self.rows} of partition {self._partition} is no message: {error}\n"
-            f"the row: {row}\n{sent}; option('on_invalid', 'dead_letter') sends such rows to the "
-            "dead letters",
+            f"row {self.rows} of partition {self._partition} is invalid: {error}\n"
+            f"the row: {row}\n{sent}; option('on_invalid', 'dead_letter') sends invalid rows to "
+            "the dead-letter queue",
             queue=self._plan.channel,
         )
 
 
 def _results(messages: Sequence[WriterCommitMessage | None]) -> list[TaskResult]:
-    """Return the results of the tasks that completed."""
+    """Return the results of the tasks that succeeded."""
     return [message for message in messages if isinstance(message, TaskResult)]
 
 
-def _sweep(directory: Path) -> None:
-    """Remove what drivers that were killed left behind."""
-    for left in directory.glob(f".{STAGED}*"):
+def _remove_stale_parts(directory: Path) -> None:
+    """Remove old unpublished parts left by killed drivers."""
+    for part in directory.glob(f".{STAGED_PREFIX}*"):
         try:
-            if time.time() - left.stat().st_mtime > STALE_AFTER_SECONDS:
-                shutil.rmtree(left)
-        except FileNotFoundError:  # another one sweeps too
+            if time.time() - part.stat().st_mtime > STALE_AFTER_SECONDS:
+                shutil.rmtree(part)
+        except FileNotFoundError:  # another driver removes it at the same time
             continue

@@ -1,4 +1,4 @@
-"""For users' tests: real handlers on the real engine, in virtual time, without a broker."""
+"""Test kit that runs your handlers on the native engine, in virtual time and without a broker."""
 
 from qkit.testing.clock import VirtualClock
 from qkit.testing.service import Handled, TestService

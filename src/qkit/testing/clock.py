@@ -1,4 +1,4 @@
-"""A clock for tests: time in the running event loop is virtual and jumps instead of passing."""
+"""``VirtualClock``: virtual time in the running event loop, for tests."""
 
 from __future__ import annotations
 
@@ -11,25 +11,35 @@ from typing import Final, Self, TypeVar
 __all__ = ["VirtualClock"]
 
 _T = TypeVar("_T")
-EPOCH: Final = 1_750_000_000.0  # the wall time at which every virtual clock starts
-_SETTLE: Final = 4  # loop passes after an advance: a timer, the two that defer it, and its effects
+EPOCH: Final = 1_750_000_000.0  # wall time at the start of a virtual clock
+# Loop iterations after ``advance``: one for due timers, two for callbacks that they schedule, one
+# for the effects of these callbacks.
+_SETTLE_ITERATIONS: Final = 4
 
 
 class VirtualClock:
-    """A ``Clock`` that makes the running asyncio loop skip every wait.
+    """Clock that skips every wait in the running asyncio event loop.
 
-    When all tasks wait for a timer, the time jumps to it, so a seven-day backoff takes
-    microseconds and always the same ones run in the same order. While work runs in threads
-    (``run_in_executor``, ``to_thread``) it really waits, and an event in real time, such as that
-    work being done, comes before any jump. For tests without sockets: a peer takes real time.
+    When all tasks wait for timers, time jumps to the next timer. A backoff of seven days takes
+    microseconds, and tasks always run in the same order. While work runs in threads
+    (``run_in_executor``, ``to_thread``), the clock waits for it in real time. Do not use it in
+    tests with sockets, because the peer needs real time.
 
-    >>> async def main() -> None:
-    ...     with VirtualClock() as clock:
-    ...         before = clock.monotonic()
-    ...         await asyncio.sleep(7 * 24 * 3600)
-    ...         print(clock.monotonic() - before)
-    >>> asyncio.run(main())
-    604800.0
+    Use it as a context manager inside the event loop.
+
+    Args:
+        epoch: Wall time at the start, in seconds since 1970. Default: 1,750,000,000 (June 2025).
+
+    Example:
+        >>> import asyncio
+        >>> from qkit.testing import VirtualClock
+        >>> async def main() -> None:
+        ...     with VirtualClock() as clock:
+        ...         before = clock.monotonic()
+        ...         await asyncio.sleep(7 * 24 * 3600)
+        ...         print(clock.monotonic() - before)
+        >>> asyncio.run(main())
+        604800.0
     """
 
     def __init__(self, *, epoch: float = EPOCH) -> None:
@@ -44,54 +54,125 @@ class VirtualClock:
     # Clock
 
     def monotonic(self) -> float:
-        """The virtual time of the loop; equal to its ``time()``."""
+        """Return the virtual time of the event loop; equal to ``loop.time()``.
+
+        Returns:
+            Seconds since an arbitrary start.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.testing import VirtualClock
+            >>> async def main() -> None:
+            ...     with VirtualClock() as clock:
+            ...         print(clock.monotonic() == asyncio.get_running_loop().time())
+            >>> asyncio.run(main())
+            True
+        """
         return self._now
 
     def time(self) -> float:
-        """The wall time: a fixed epoch, and what has passed since."""
+        """Return the virtual wall time.
+
+        Returns:
+            Seconds since 1970: the epoch of the clock plus the virtual time since its start.
+
+        Example:
+            >>> from qkit.testing import VirtualClock
+            >>> VirtualClock(epoch=1000.0).time()
+            1000.0
+        """
         return self._epoch + (self._now - self._started)
 
     def jump(self, seconds: float) -> None:
-        """Let ``seconds`` pass at once, as when the loop is blocked: nothing runs meanwhile."""
+        """Move time forward without running anything, as if the event loop were blocked.
+
+        Args:
+            seconds: How far time moves, in seconds.
+
+        Example:
+            >>> from qkit.testing import VirtualClock
+            >>> clock = VirtualClock(epoch=1000.0)
+            >>> clock.jump(60)
+            >>> clock.time()
+            1060.0
+        """
         self._now += seconds
 
     async def advance(self, seconds: float) -> None:
-        """Let ``seconds`` pass, and everything that became due meanwhile happen."""
+        """Let time pass and run everything that becomes due.
+
+        Args:
+            seconds: How much time passes, in seconds.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.testing import VirtualClock
+            >>> async def main() -> None:
+            ...     with VirtualClock() as clock:
+            ...         asyncio.get_running_loop().call_later(60, print, "a minute later")
+            ...         await clock.advance(60)
+            >>> asyncio.run(main())
+            a minute later
+        """
         await asyncio.sleep(seconds)
-        for _ in range(_SETTLE):
+        for _ in range(_SETTLE_ITERATIONS):
             await asyncio.sleep(0)
 
     async def idle(self) -> None:
-        """Wait until everything that can happen now has happened; no time passes."""
+        """Wait until nothing more can run without time passing.
+
+        Raises:
+            RuntimeError: The clock was not entered.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.testing import VirtualClock
+            >>> async def main() -> None:
+            ...     with VirtualClock() as clock:
+            ...         asyncio.get_running_loop().call_soon(print, "now")
+            ...         await clock.idle()
+            >>> asyncio.run(main())
+            now
+        """
         await self._wait(self._idle)
 
     async def step(self) -> None:
-        """Let time jump once, to whatever is due next.
+        """Advance time once, to the next timer.
 
-        Raises ``RuntimeError`` if nothing is: waiting on would be waiting for ever.
+        Raises:
+            RuntimeError: No timer is set, so time cannot advance, or the clock was not entered.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.testing import VirtualClock
+            >>> async def main() -> None:
+            ...     with VirtualClock(epoch=1000.0) as clock:
+            ...         asyncio.get_running_loop().call_later(60, lambda: None)
+            ...         await clock.step()
+            ...         print(clock.time())
+            >>> asyncio.run(main())
+            1060.0
         """
         await self._wait(self._steps)
 
-    async def _wait(self, among: list[asyncio.Future[None]]) -> None:
+    async def _wait(self, waiters: list[asyncio.Future[None]]) -> None:
         if not self._restore:
-            raise RuntimeError("this clock is not in use: enter it in the running loop first")
+            raise RuntimeError("this clock is not active: enter it in the running loop first")
         waiter = asyncio.get_running_loop().create_future()
-        among.append(waiter)
+        waiters.append(waiter)
         await waiter
 
     # Context
 
     def __enter__(self) -> Self:
         if self._restore:
-            raise RuntimeError("this clock is in use: make another one")
+            raise RuntimeError("this clock is already active: create another one")
         loop = asyncio.get_running_loop()
         selector = getattr(loop, "_selector", None)
         if not isinstance(selector, BaseSelector):
-            raise RuntimeError(
-                f"a virtual clock needs a stdlib selector event loop, not {type(loop).__name__}"
-            )
-        # Timers set before must not come due all at once, so time goes on from where it is.
-        # It starts at a whole second: then differences of the times in a test are exact.
+            raise RuntimeError(f"expected asyncio's selector event loop, got {type(loop).__name__}")
+        # Continue from the loop's time: otherwise existing timers might be due immediately.
+        # Start at a whole second, so that differences between times are exact floats.
         self._started = self._now = float(int(loop.time()) + 1)
         self._patch(loop, "time", self.monotonic)
         self._patch(selector, "select", self._selecting(selector.select))
@@ -108,10 +189,10 @@ class VirtualClock:
             self._restore.pop()()
 
     def _patch(self, target: object, name: str, replacement: object) -> None:
-        """Put ``replacement`` before the class's own method, on this one instance."""
+        """Override a method of one instance until the clock exits."""
         attributes = vars(target)
         if name in attributes:
-            raise RuntimeError(f"{name!r} of this loop is patched already: one clock at a time")
+            raise RuntimeError(f"{name!r} of this loop is already patched: use one clock at a time")
         attributes[name] = replacement
         self._restore.append(lambda: attributes.pop(name))
 
@@ -122,15 +203,15 @@ class VirtualClock:
             events = select(0)
             if events or timeout == 0:
                 return events
-            if self._thread_work:  # it takes real time, and may yet bring something about
+            if self._thread_work:  # wait in real time: the threads may schedule callbacks
                 events = select(timeout)
                 if not events and timeout is not None:
                     self._now += timeout
                 return events
             if _resolve(self._idle):
                 return []
-            if timeout is None:  # nothing is timed: only a real event can go on
-                stuck = RuntimeError("nothing is due: whatever is awaited will never come")
+            if timeout is None:  # no timer is set: only an event in real time can wake the loop
+                stuck = RuntimeError("no timer is set: time cannot advance")
                 return [] if _resolve(self._steps, stuck) else select(None)
             self._now += timeout
             _resolve(self._steps)
@@ -158,7 +239,7 @@ class VirtualClock:
 
 
 def _resolve(waiters: list[asyncio.Future[None]], error: Exception | None = None) -> bool:
-    """End every wait, if there is one that was not given up; say whether there was."""
+    """Complete all waiters that are not done; return whether there were any."""
     waiting = [waiter for waiter in waiters if not waiter.done()]
     waiters.clear()
     for waiter in waiting:

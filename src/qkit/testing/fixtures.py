@@ -1,4 +1,4 @@
-"""The fixtures of the pytest plugin; they need pytest-asyncio."""
+"""Fixtures of the pytest plugin, which require pytest-asyncio."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["qkit_service", "virtual_clock"]
 
 @pytest_asyncio.fixture
 async def virtual_clock() -> AsyncGenerator[VirtualClock, None]:
-    """Time in the test's loop is virtual: it jumps instead of passing."""
+    """Provide virtual time in the event loop of the test."""
     with VirtualClock() as clock:
         yield clock
 
@@ -26,9 +26,10 @@ async def virtual_clock() -> AsyncGenerator[VirtualClock, None]:
 async def qkit_service(
     virtual_clock: VirtualClock,
 ) -> AsyncGenerator[Callable[..., Awaitable[TestService]], None]:
-    """Start handlers, or a whole service, in a ``TestService`` that ends with the test.
+    """Provide a function that starts handlers or a service in a ``TestService``.
 
-    ``t = await qkit_service(Orders(ledger))``, or ``await qkit_service(my_service)``.
+    Call ``t = await qkit_service(Orders(ledger))`` or ``t = await qkit_service(my_service)``. The
+    service is shut down after the test.
     """
     async with AsyncExitStack() as stack:
 

@@ -1,7 +1,6 @@
-"""The pytest plugin: fixtures where pytest-asyncio is, and failures for what is never awaited.
+"""Pytest plugin: fixtures, and test failures for coroutines that are never awaited.
 
-It is loaded in every pytest run of an environment with qkit, so it must not fail without
-pytest-asyncio.
+pytest loads it wherever qkit is installed. Without pytest-asyncio, it provides no fixtures.
 """
 
 from importlib.util import find_spec

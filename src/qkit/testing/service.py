@@ -1,4 +1,4 @@
-"""``TestService``: a user's service, handlers and all, on the real engine in virtual time."""
+"""``TestService``: runs a service and its handlers on the native engine, in virtual time."""
 
 from __future__ import annotations
 
@@ -30,9 +30,17 @@ PEEK_LIMIT = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """One call of a handler: what it got, and what it raised.
+    """Recorded call to a handler.
 
-    ``body`` is a list for a batch; ``message`` is ``None`` unless the handler takes it.
+    Attributes:
+        body: The body; a list of bodies for a batch, ``None`` if the handler takes no body.
+        message: The ``Message``, or a list for a batch; ``None`` if the handler takes none.
+        error: The exception that the handler raised, or ``None``.
+
+    Example:
+        >>> from qkit.testing import Handled
+        >>> Handled(body={"id": 1}, message=None, error=None).body
+        {'id': 1}
     """
 
     body: object
@@ -41,43 +49,51 @@ class Handled:
 
 
 class TestService:
-    """Runs a service that was never started on qkit's own engine, whatever its settings say.
+    """Service under test on the in-memory native engine, in virtual time.
 
-    Time is virtual: ``drain`` plays retries and delays through at once, a backoff of seven days
-    included. What the configured backend could not do is refused as it would refuse it.
+    Retries and delays take no real time. A feature that the configured backend lacks raises
+    ``Unsupported``, as it would in production. Use it as an asynchronous context manager.
 
-    >>> import asyncio
-    >>> from qkit import QueueService, Settings, consume
-    >>> @consume("orders")
-    ... async def place(order: dict) -> None:
-    ...     if order["total"] < 0:
-    ...         raise ValueError("negative total")
-    >>> service = QueueService(Settings(type="native"))
-    >>> service.register(place)
-    >>> async def main() -> None:
-    ...     async with TestService(service) as t:
-    ...         await t.send("orders", {"total": 5})
-    ...         await t.send("orders", {"total": -5})
-    ...         await t.drain()
-    ...         print([call.body for call in t.handled(place)])
-    ...         print([letter.error for letter in t.dead_letters("orders")])
-    >>> asyncio.run(main())
-    [{'total': 5}, {'total': -5}, {'total': -5}, {'total': -5}]
-    ['negative total']
+    Args:
+        service: The service. It must not have been started.
+        clock: A clock that you have entered, such as the ``virtual_clock`` fixture. Default: a new
+            clock.
+
+    Attributes:
+        service: The service under test.
+        clock: The virtual clock.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit import QueueService, Settings, consume
+        >>> from qkit.testing import TestService
+        >>> @consume("orders")
+        ... async def place(order: dict) -> None:
+        ...     if order["total"] < 0:
+        ...         raise ValueError("negative total")
+        >>> service = QueueService(Settings(type="native"))
+        >>> service.register(place)
+        >>> async def main() -> None:
+        ...     async with TestService(service) as t:
+        ...         await t.send("orders", {"total": -5})
+        ...         await t.drain()
+        ...         print(len(t.handled(place)), t.dead_letters("orders")[0].error)
+        >>> asyncio.run(main())
+        3 negative total
     """
 
-    __test__ = False  # pytest: it is a tool, not a test
+    __test__ = False  # keeps pytest from collecting this class
 
     def __init__(self, service: QueueService, *, clock: VirtualClock | None = None) -> None:
         self.service = service
-        self.clock = clock if clock is not None else VirtualClock()
-        self._entered = clock is None  # a given clock is its owner's to enter
+        self.clock: VirtualClock = clock if clock is not None else VirtualClock()
+        self._owns_clock = clock is None  # the caller enters and exits a clock that it passes
         self._calls: dict[object, list[Handled]] = {}
         self._engine = Engine(clock=self.clock, defaults=queue_defaults(service.settings))
 
     async def __aenter__(self) -> Self:
-        """Enter virtual time and start the service."""
-        if self._entered:
+        """Enter the clock and start the service."""
+        if self._owns_clock:
             self.clock.__enter__()
         try:
             backend = NativeBackend(engine=self._engine)
@@ -100,15 +116,15 @@ class TestService:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Shut the service down and leave virtual time."""
+        """Shut the service down and exit the clock."""
         try:
             await self.service.shutdown()
             await self._engine.aclose()
         finally:
-            if self._entered:
+            if self._owns_clock:
                 self.clock.__exit__(None, None, None)
 
-    # -- doing -------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------
 
     @overload
     def send(
@@ -122,7 +138,30 @@ class TestService:
     def send(
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
     ) -> Coroutine[Any, Any, Sent]:
-        """As ``QueueService.send``."""
+        """Send one message to a queue; see ``QueueService.send``.
+
+        Args:
+            channel: The queue, as a ``Channel`` or by name.
+            body: The body. It must match the channel's type.
+            **options: See ``SendOptions``.
+
+        Returns:
+            The id and the position of the message.
+
+        Raises:
+            QueueError: See ``QueueService.send``.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> from qkit.testing import TestService
+            >>> async def main() -> None:
+            ...     async with TestService(QueueService(Settings(type="native"))) as t:
+            ...         await t.send("orders", {"id": 1}, delay=60)
+            ...         print(t.metrics.messages_sent)
+            >>> asyncio.run(main())
+            1
+        """
         return self.service.send(cast("str", channel), body, **options)
 
     @overload
@@ -137,7 +176,30 @@ class TestService:
     def publish(
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
     ) -> Coroutine[Any, Any, Sent]:
-        """As ``QueueService.publish``."""
+        """Publish one message to a topic; see ``QueueService.publish``.
+
+        Args:
+            channel: The topic, as a ``Channel`` or by name.
+            body: The body. It must match the channel's type.
+            **options: See ``SendOptions``.
+
+        Returns:
+            The id and the position of the message.
+
+        Raises:
+            QueueError: See ``QueueService.publish``.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> from qkit.testing import TestService
+            >>> async def main() -> None:
+            ...     async with TestService(QueueService(Settings(type="native"))) as t:
+            ...         await t.publish("prices", 7)
+            ...         print(t.metrics.messages_sent)
+            >>> asyncio.run(main())
+            1
+        """
         return self.service.publish(cast("str", channel), body, **options)
 
     @overload
@@ -155,52 +217,151 @@ class TestService:
         bodies: Iterable[T] | Iterable[object],
         **options: Unpack[SendOptions],
     ) -> Coroutine[Any, Any, list[Sent]]:
-        """As ``QueueService.send_many``."""
+        """Send many messages to a queue; see ``QueueService.send_many``.
+
+        Args:
+            channel: The queue, as a ``Channel`` or by name.
+            bodies: The bodies. Each must match the channel's type.
+            **options: See ``SendOptions``; they apply to every message.
+
+        Returns:
+            One ``Sent`` for each body, in order.
+
+        Raises:
+            QueueError: See ``QueueService.send_many``.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> from qkit.testing import TestService
+            >>> async def main() -> None:
+            ...     async with TestService(QueueService(Settings(type="native"))) as t:
+            ...         print(len(await t.send_many("orders", [{"id": 1}, {"id": 2}])))
+            >>> asyncio.run(main())
+            2
+        """
         return self.service.send_many(cast("str", channel), bodies, **options)
 
     async def settle(self) -> None:
-        """Let everything happen that can happen now; no time passes."""
+        """Run the handlers of all messages that are due now, without advancing time.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings, consume
+            >>> from qkit.testing import TestService
+            >>> @consume("orders")
+            ... async def place(order: int) -> None:
+            ...     print("order", order)
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> async def main() -> None:
+            ...     async with TestService(service) as t:
+            ...         await t.send("orders", 1)
+            ...         await t.settle()
+            >>> asyncio.run(main())
+            order 1
+        """
         await self.clock.idle()
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Let virtual time pass and run everything that becomes due.
+
+        Args:
+            seconds: How much time passes, in seconds.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings, consume
+            >>> from qkit.testing import TestService
+            >>> @consume("orders")
+            ... async def place(order: int) -> None:
+            ...     print("order", order)
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> async def main() -> None:
+            ...     async with TestService(service) as t:
+            ...         await t.send("orders", 1, delay=60)
+            ...         await t.advance(60)
+            >>> asyncio.run(main())
+            order 1
+        """
         await self.clock.advance(seconds)
 
     async def drain(self) -> None:
-        """Play everything through: until no consumed queue holds a message, delayed or not.
+        """Run until the queues of all handlers are empty, including delayed and retried messages.
 
-        Raises ``AssertionError`` if a handler waits for something that will never come, or a
-        paused channel holds messages.
+        Raises:
+            AssertionError: Messages remain, but no timer is set: a channel is paused, or a handler
+                waits for an event that never occurs.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings, consume
+            >>> from qkit.testing import TestService
+            >>> @consume("orders")
+            ... async def place(order: int) -> None:
+            ...     print("order", order)
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> async def main() -> None:
+            ...     async with TestService(service) as t:
+            ...         await t.send("orders", 1, delay=7 * 24 * 3600)
+            ...         await t.drain()
+            >>> asyncio.run(main())
+            order 1
         """
         while True:
             await self.clock.idle()
-            left = await self._left()
-            if not left:
+            remaining = await self._remaining()
+            if not remaining:
                 return
             try:
                 await self.clock.step()
             except RuntimeError:
-                held = ", ".join(f"{name}: {count}" for name, count in left.items())
+                counts = ", ".join(f"{name}: {count}" for name, count in remaining.items())
                 raise AssertionError(
-                    f"messages are left and nothing is due that could bring them on ({held}): is "
-                    "a channel paused, or does a handler wait for something?"
+                    f"messages remain and no timer is set ({counts}): is a channel paused, or does "
+                    "a handler wait for something?"
                 ) from None
 
-    async def _left(self) -> dict[str, int]:
-        left: dict[str, int] = {}
+    async def _remaining(self) -> dict[str, int]:
+        remaining: dict[str, int] = {}
         for name in {handler.channel for handler in self.service.handlers}:
             stats = await self._engine.stats(self.service.settings.broker_name(name))
             count = stats.depth + (stats.in_flight or 0) + (stats.scheduled or 0)
             if count:
-                left[name] = count
-        return left
+                remaining[name] = count
+        return remaining
 
-    # -- looking -----------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------
 
     def handled(self, handler: Callable[..., object]) -> list[Handled]:
-        """The calls of a handler so far, failed ones included, in order.
+        """Return the calls to a handler so far, in order, including failed calls.
 
-        ``handler`` is the function, or the method of the class or of an instance.
+        Args:
+            handler: The function, or the method of a class or of an instance.
+
+        Returns:
+            The recorded calls.
+
+        Raises:
+            AssertionError: ``handler`` is not a handler of this service.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings, consume
+            >>> from qkit.testing import TestService
+            >>> @consume("orders")
+            ... async def place(order: int) -> None: ...
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> async def main() -> None:
+            ...     async with TestService(service) as t:
+            ...         await t.send_many("orders", [1, 2])
+            ...         await t.drain()
+            ...         print([call.body for call in t.handled(place)])
+            >>> asyncio.run(main())
+            [1, 2]
         """
         function = getattr(handler, "__func__", handler)
         known = [getattr(item.call, "__wrapped__", None) for item in self.service.handlers]
@@ -209,7 +370,31 @@ class TestService:
         return list(self._calls.get(function, ()))
 
     def dead_letters(self, channel: str) -> list[DeadLetter]:
-        """The dead letters of a channel, oldest first."""
+        """Return the dead letters of a channel, oldest first.
+
+        Args:
+            channel: The name of the channel.
+
+        Returns:
+            The dead letters. The list is empty if the channel has none.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Reject, Settings, consume
+            >>> from qkit.testing import TestService
+            >>> @consume("orders")
+            ... async def place(order: int) -> None:
+            ...     raise Reject("out of stock")
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> async def main() -> None:
+            ...     async with TestService(service) as t:
+            ...         await t.send("orders", 1)
+            ...         await t.drain()
+            ...         print(t.dead_letters("orders")[0].error)
+            >>> asyncio.run(main())
+            out of stock
+        """
         settings = self.service.settings
         queue = settings.broker_name(settings.dead_letter_name(channel))
         try:
@@ -220,43 +405,56 @@ class TestService:
 
     @property
     def metrics(self) -> Metrics:
-        """As ``QueueService.metrics()``."""
+        """Counters of the service, in total and for each channel.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> from qkit.testing import TestService
+            >>> async def main() -> None:
+            ...     async with TestService(QueueService(Settings(type="native"))) as t:
+            ...         await t.send("orders", {"id": 1})
+            ...         print(t.metrics.messages_sent)
+            >>> asyncio.run(main())
+            1
+        """
         return self.service.metrics()
 
     def _recorded(self, handler: Handler) -> Handler:
-        """Return the handler with its calls recorded."""
+        """Return a copy of the handler that records its calls."""
         function = getattr(handler.call, "__func__", handler.call)
         calls = self._calls.setdefault(function, [])
-        position: dict[str, int] = {param.kind: at for at, param in enumerate(handler.params)}
-
+        positions: dict[str, int] = {param.kind: at for at, param in enumerate(handler.params)}
         names: dict[str, str] = {param.kind: param.name for param in handler.params}
 
-        def note(
+        def record_call(
             args: tuple[object, ...], kwargs: dict[str, object], error: BaseException | None
         ) -> None:
-            def part(kind: str) -> object:
-                at = position.get(kind, len(args))
-                return args[at] if at < len(args) else kwargs.get(names.get(kind, ""))
+            def argument(kind: str) -> object:
+                position = positions.get(kind, len(args))
+                if position < len(args):
+                    return args[position]
+                return kwargs.get(names.get(kind, ""))
 
-            message = cast("Message | list[Message] | None", part("message"))
-            calls.append(Handled(part("body"), message, error))
+            message = cast("Message | list[Message] | None", argument("message"))
+            calls.append(Handled(argument("body"), message, error))
 
         async def record_async(*args: object, **kwargs: object) -> object:
             try:
                 result = await cast("Awaitable[object]", handler.call(*args, **kwargs))
             except BaseException as error:
-                note(args, kwargs, error)
+                record_call(args, kwargs, error)
                 raise
-            note(args, kwargs, None)
+            record_call(args, kwargs, None)
             return result
 
         def record(*args: object, **kwargs: object) -> object:
             try:
                 result = handler.call(*args, **kwargs)
             except BaseException as error:
-                note(args, kwargs, error)
+                record_call(args, kwargs, error)
                 raise
-            note(args, kwargs, None)
+            record_call(args, kwargs, None)
             return result
 
         call = functools.wraps(function)(record_async if handler.is_async else record)

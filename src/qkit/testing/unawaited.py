@@ -1,12 +1,13 @@
-"""Fail a test in which a coroutine of qkit was never awaited, such as a send without ``await``.
+"""Pytest hooks that fail a test in which a coroutine of qkit was never awaited.
 
-Python only warns about such a coroutine, when it is freed, and users filter warnings. Python calls
-``warnings._warn_unawaited_coroutine`` with the coroutine itself, whatever the filters say, and that
-is where this module listens. It costs nothing where every coroutine is awaited. Should a version of
-Python drop that function, the ordinary warning is all that remains.
+A typical case is a send without ``await``. Python only issues a warning when the coroutine is
+freed, and warnings may be filtered. This module replaces ``warnings._warn_unawaited_coroutine``,
+which Python calls with the coroutine regardless of filters. It costs nothing if all coroutines are
+awaited. On a Python version without that function, only the ordinary warning remains.
 
-A coroutine is freed as soon as nothing refers to it, so the test that fails is the one that forgot
-it. Only what a failed test kept alive in its traceback may be freed during a later test.
+A coroutine is freed as soon as nothing refers to it, so the test that created it fails. The
+exception is a coroutine that a failed test keeps alive in its traceback: it may be freed during a
+later test.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Collects the names of qkit's coroutines that were freed without being awaited."""
+    """Collector of the names of qkit's coroutines that were freed without being awaited."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._replaced: Hook | None = getattr(warnings, HOOK, None)
-        self._own: Hook = self._hear  # one object: bound methods are made anew at each access
+        self._own: Hook = self._record  # stored because each access creates a new bound method
         if self._replaced is not None:
             setattr(warnings, HOOK, self._own)
 
     def end(self) -> None:
-        """Give the hook back."""
+        """Restore the previous hook."""
         if self._replaced is not None and getattr(warnings, HOOK) is self._own:
             setattr(warnings, HOOK, self._replaced)
 
@@ -54,12 +55,12 @@ class Watch:
         names, self._names = self._names, []
         return names
 
-    def _hear(self, coroutine: CoroutineType[Any, Any, Any]) -> None:
+    def _record(self, coroutine: CoroutineType[Any, Any, Any]) -> None:
         frame = coroutine.cr_frame
         if frame is not None and frame.f_globals.get("__name__", "").startswith("qkit."):
             self._names.append(coroutine.__qualname__)
-        # The same warning as Python's own, issued here: through its function, this frame would
-        # stand where the warning has to name the line that freed the coroutine.
+        # Issue the same warning as Python. Python's own function would report this frame instead
+        # of the line that freed the coroutine.
         warnings.warn(_text(coroutine), RuntimeWarning, stacklevel=2, source=coroutine)
 
 
@@ -80,32 +81,32 @@ WATCH: Final = pytest.StashKey[Watch]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Listen for the length of the run."""
+    """Install the hook for the test run."""
     config.stash[WATCH] = Watch()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop listening."""
+    """Remove the hook."""
     if (watch := config.stash.get(WATCH, None)) is not None:
         watch.end()
 
 
 @pytest.hookimpl(hookwrapper=True)  # wrapper=True is unknown to pytest before 7.4
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, None]:
-    """Fail the set-up of a test, such as a fixture's."""
-    item.config.stash[WATCH].take()  # what was freed between tests is no fault of this one
+    """Fail the setup of a test if it leaves a coroutine unawaited."""
+    item.config.stash[WATCH].take()  # coroutines freed between tests belong to no test
     yield from _watched(item)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, None]:
-    """Fail a test."""
+    """Fail a test if it leaves a coroutine unawaited."""
     yield from _watched(item)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, None]:
-    """Fail the tear-down of a test, such as a fixture's."""
+    """Fail the teardown of a test if it leaves a coroutine unawaited."""
     yield from _watched(item)
 
 
@@ -113,6 +114,6 @@ def _watched(item: pytest.Item) -> Generator[None, Any, None]:
     outcome = yield
     names = item.config.stash[WATCH].take()
     if names and outcome.excinfo is None:
-        counted = ", ".join(sorted(set(names)))
-        text = f"never awaited: {counted}. Nothing was done: write `await` before the call"
+        listed = ", ".join(sorted(set(names)))
+        text = f"never awaited: {listed}. The call did nothing: write `await` before it"
         outcome.force_exception(pytest.fail.Exception(text, pytrace=False))

@@ -1,14 +1,14 @@
-"""qkit over HTTP: probes, metrics, a JSON API and the dashboard, as one ASGI app.
+"""qkit over HTTP: probes, metrics, a JSON API and the dashboard in one ASGI app.
 
-Serve it beside a worker, or mount it in an application that there is already::
+Serve it beside a worker, or mount it in an existing application::
 
-    async with serve(service, port=8710, token=token):       # the pages end after the service
+    async with serve(service, port=8710, token=token):       # serves until the service has stopped
         await service.run()
 
     app = FastAPI(lifespan=lifespan(service))                 # starts and drains the service
     app.mount("/queues", create_app(service, token=token))
 
-It needs the extra ``web``: see docs/install.md.
+Requires the extra ``web``; see docs/install.md.
 """
 
 from qkit.errors import ConfigError
@@ -18,11 +18,11 @@ try:
     from qkit.web.lifespan import lifespan
     from qkit.web.probes import readiness
     from qkit.web.server import serve
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] not in {"prometheus_client", "starlette", "uvicorn"}:
+except ModuleNotFoundError as _error:
+    if (_error.name or "").partition(".")[0] not in {"prometheus_client", "starlette", "uvicorn"}:
         raise
     raise ConfigError(
-        f"qkit.web needs {error.name}: install the extra 'web', see docs/install.md", cause=error
-    ) from error
+        f"qkit.web needs {_error.name}: install the extra 'web', see docs/install.md", cause=_error
+    ) from _error
 
 __all__ = ["create_app", "lifespan", "readiness", "serve"]

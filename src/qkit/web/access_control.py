@@ -1,8 +1,8 @@
-"""Who may ask for what: Host and Origin on every request, the token on every change.
+"""Access control: checks the Host and Origin of every request, and the token of every change.
 
-It stands around the whole app and goes by the method alone, so that no route can be forgotten:
-whatever is not GET or HEAD is a change. The probes answer every Host, for they tell nothing and a
-kubelet calls them by an address.
+The middleware wraps the whole app and decides by the method alone, so that no route can be
+forgotten: every method except GET and HEAD is a change. The probes accept any Host, because they
+reveal no data and a kubelet calls them by IP address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkit._internal.logging import logger
 from qkit.errors import ConfigError
-from qkit.web.responses import failure
+from qkit.web.responses import error_response
 
 __all__ = ["SECURITY_HEADERS", "AccessControl", "check"]
 
@@ -36,35 +36,39 @@ SECURITY_HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
-Refusal = tuple[int, str, str]
+Rejection = tuple[int, str, str]
 
 
 def check(token: str | None, hosts: Collection[str]) -> None:
-    """Raise ``ConfigError`` for what would not protect, or let nobody in."""
+    """Raise ``ConfigError`` for a token or a host name that no request can match."""
     if token is not None:
         if not token.strip():
-            raise ConfigError("the token is empty: leave it out, and changes are refused")
+            raise ConfigError(
+                "the token is empty: set a token, or leave it out to reject all changes"
+            )
         if not (token.isascii() and token.strip().isprintable()):
             raise ConfigError(
-                "the token has characters that no HTTP header carries: take letters, digits and "
-                "punctuation of ASCII"
+                "the token has characters that an HTTP header cannot contain: use printable ASCII"
             )
     if isinstance(hosts, str):
-        raise ConfigError(f"hosts is a list of names: write hosts=[{hosts!r}]")
+        raise ConfigError(f"hosts: expected a list of names, got a str: write hosts=[{hosts!r}]")
     for host in hosts:
         plain = host.split() == [host] and _name(_bracketed(host)) == host.lower().strip("[]")
         if host != "*" and not plain:
             raise ConfigError(
-                f"hosts: {host!r} is no name that a request can have; write it without scheme, "
-                "port and path, such as queues.example, or '*' for all"
+                f"hosts: {host!r} is not a host name; write it without scheme, port and path, such "
+                "as queues.example, or '*' for all"
             )
 
 
 class AccessControl:
-    """ASGI middleware that refuses requests and adds the security headers to every response.
+    """ASGI middleware that rejects forbidden requests and adds security headers to responses.
 
-    ``hosts`` are names under which the app may be reached beside loopback and the address that a
-    connection really came in at; ``"*"`` allows all.
+    Args:
+        app: Wrapped application.
+        token: Bearer token that changes require; ``None`` rejects all changes.
+        hosts: Allowed host names, in addition to loopback and the local address of the connection;
+            ``"*"`` allows all.
     """
 
     def __init__(self, app: ASGIApp, *, token: str | None, hosts: Collection[str]) -> None:
@@ -73,19 +77,19 @@ class AccessControl:
         self._hosts = {host.lower().strip("[]") for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a refusal, or pass the request on."""
+        """Reject the request, or pass it to the wrapped application."""
         if scope["type"] != "http":
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
                 await self._app(scope, receive, send)
             return
-        begun = False
+        started = False
 
         async def protected(message: Message) -> None:
-            nonlocal begun
+            nonlocal started
             if message["type"] == "http.response.start":
-                begun = True
+                started = True
                 headers = MutableHeaders(scope=message)
                 for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
@@ -93,51 +97,50 @@ class AccessControl:
             await send(message)
 
         try:
-            refusal = self._refusal(scope)
-            app = self._app if refusal is None else failure(*refusal)
+            rejection = self._rejection(scope)
+            app = self._app if rejection is None else error_response(*rejection)
             await app(scope, receive, protected)
         except Exception:
-            # Here and not by the server or the application around: those may show a traceback.
+            # Handle errors here, because the server or an outer application may show a traceback.
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            if not begun:
-                text = "Something went wrong; the service's log tells what."
-                await failure(500, "InternalError", text)(scope, receive, protected)
+            if not started:
+                text = "The request failed; see the log of the service."
+                await error_response(500, "InternalError", text)(scope, receive, protected)
 
-    def _refusal(self, scope: Scope) -> Refusal | None:
+    def _rejection(self, scope: Scope) -> Rejection | None:
         headers = Headers(scope=scope)
         reading = scope["method"] in SAFE_METHODS
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if reading and path in PROBES:
             return None
         host = headers.get("host", "")
-        if not self._is_ours(host, scope):
+        if not self._is_allowed_host(host, scope):
             return (
                 421,
                 "ForeignHost",
-                "this service is not known by that name; name it in create_app(hosts=[…]), or by "
-                "--allow-host",
+                "this host name is not allowed; add it to create_app(hosts=[…]) or --allow-host",
             )
         origin = headers.get("origin")
         foreign = origin is not None and _netloc(origin) != host.lower()
         if foreign or (headers.get("sec-fetch-site") == "cross-site" and not reading):
-            return 403, "ForeignOrigin", "requests from other sites' pages are refused"
+            return 403, "ForeignOrigin", "requests from pages of other origins are rejected"
         return None if reading else self._unauthorised(headers)
 
-    def _unauthorised(self, headers: Headers) -> Refusal | None:
+    def _unauthorised(self, headers: Headers) -> Rejection | None:
         if self._token is None:
             return (
                 403,
                 "ReadOnly",
-                "this service was given no token, so nothing can be changed here; "
-                "start it with one: create_app(service, token=…) or QKIT_TOKEN",
+                "the service has no token, so changes are rejected; "
+                "set one: create_app(service, token=…) or QKIT_TOKEN",
             )
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), self._token)
-        if kind.lower() != "bearer" or not right:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        valid = hmac.compare_digest(given.strip().encode(), self._token)
+        if scheme.lower() != "bearer" or not valid:
             return 401, "WrongToken", "a change needs the header 'Authorization: Bearer <token>'"
         return None
 
-    def _is_ours(self, host: str, scope: Scope) -> bool:
+    def _is_allowed_host(self, host: str, scope: Scope) -> bool:
         if "*" in self._hosts:
             return True
         name = _name(host)
@@ -150,12 +153,12 @@ class AccessControl:
         except ValueError:
             return False
         server = scope.get("server")
-        # A page of another site can make its name mean our address, but not be called by it.
+        # With DNS rebinding, the Host header contains the attacker's name, never an IP address.
         return address.is_loopback or (server is not None and server[0] == str(address))
 
 
 def _netloc(origin: str) -> str | None:
-    """Host and port in an Origin header; ``None`` for what is none, and so nobody's."""
+    """Return the host and port of an Origin header, or ``None`` if it is malformed."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -163,12 +166,12 @@ def _netloc(origin: str) -> str | None:
 
 
 def _bracketed(host: str) -> str:
-    """An address of version 6 as a Host header has it."""
+    """Return an IPv6 address in brackets, as in a Host header, and other names unchanged."""
     return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
 
 
 def _name(host: str) -> str | None:
-    """The name or address in a Host header, without its port; ``None`` if it is neither."""
+    """Return the name or address in a Host header without the port, or ``None`` if malformed."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

@@ -1,4 +1,4 @@
-"""The JSON API: what can be asked and changed, each on its own path."""
+"""Endpoints of the JSON API, and the requests that they accept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from starlette.exceptions import HTTPException
@@ -21,17 +21,17 @@ from qkit.message import Reason
 from qkit.queue_lookup import require_queue
 from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
-from qkit.web.responses import answer
+from qkit.web.responses import json_response
 from qkit.web.sampler import Sampler
 from qkit.web.schemas import (
+    ConsumerList,
     DeadLetterList,
     MessageList,
     Overview,
-    Purged,
+    PurgeResult,
     QueueView,
-    Replayed,
-    SentView,
-    Steered,
+    ReplayResult,
+    SendResult,
     TokenCheck,
 )
 
@@ -48,15 +48,15 @@ Model = TypeVar("Model", bound=BaseModel)
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 1_000
-REQUEST_OVERHEAD_BYTES = 65_536  # of a request, beside the body of the message in it
+REQUEST_OVERHEAD_BYTES = 65_536  # allowed in a request besides the message body
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class SendRequest(_Request):
-    """A message to send."""
+    """Message to send: a JSON body and the options of ``QueueService.send``."""
 
     body: JsonValue
     priority: int | None = None
@@ -67,7 +67,7 @@ class SendRequest(_Request):
 
 
 class ReplayRequest(_Request):
-    """Which dead letters to send again: those that fit all that is said; nothing said, all."""
+    """Dead letters to replay: those that match all given filters, or all without a filter."""
 
     ids: list[str] | None = None
     reason: str | None = None
@@ -80,31 +80,35 @@ Handle = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A word of the query: what it means, and its JSON schema; an array's word may repeat."""
+    """Query parameter: description and JSON schema. An array parameter may be repeated."""
 
-    text: str
+    description: str
     schema: Mapping[str, object] = field(default_factory=lambda: {"type": "string"})
 
 
 LIMIT = Parameter(
-    "How many at most.",
+    "Maximum number of results.",
     {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
 )
 FILTERS = {
     "reason": Parameter(
-        "Only those with this reason.", {"type": "string", "enum": [str(item) for item in Reason]}
+        "Only dead letters with this reason.",
+        {"type": "string", "enum": [str(item) for item in Reason]},
     ),
-    "error": Parameter("Only those whose error is of this type, or has this in its text."),
+    "error": Parameter("Only dead letters with this error type, or this text in the error."),
 }
-DELETED = {
+PURGE_FILTERS = {
     **FILTERS,
-    "id": Parameter("Only these; may be repeated.", {"type": "array", "items": {"type": "string"}}),
+    "id": Parameter(
+        "Only the dead letter with this id; may be repeated.",
+        {"type": "array", "items": {"type": "string"}},
+    ),
     "failed_before": Parameter(
-        "Only what had failed by then, in seconds since 1970: what fails meanwhile stays.",
+        "Only dead letters whose last failure is not after this time (seconds since 1970).",
         {"type": "number"},
     ),
     "all": Parameter(
-        "Says that all are meant; needed where neither id nor reason nor error says which.",
+        "Delete all dead letters; required if id, reason and error are all omitted.",
         {"type": "boolean", "const": True},
     ),
 }
@@ -112,7 +116,7 @@ DELETED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One operation: its route, and what OpenAPI says of it."""
+    """Route of an operation and its description for OpenAPI."""
 
     method: str
     path: str
@@ -125,7 +129,7 @@ class Endpoint:
 
 
 class Api:
-    """The operations on one service."""
+    """Operations of the JSON API on one service."""
 
     def __init__(self, service: QueueService, sampler: Sampler) -> None:
         self._service = service
@@ -133,74 +137,77 @@ class Api:
         self._max_request = 2 * service.settings.max_message_bytes + REQUEST_OVERHEAD_BYTES
 
     def endpoints(self) -> list[Endpoint]:
-        """Every operation, in the order of the document."""
-        queue, letters = "/api/queues/{name}", "/api/queues/{name}/dead-letters"
+        """Return all operations, in the order of the OpenAPI document."""
+        queue, dead_letters = "/api/queues/{name}", "/api/queues/{name}/dead-letters"
         return [
             Endpoint(
                 method="GET", path="/api/overview", handle=self.overview, returns=Overview,
-                summary="How the service and every queue stand.",
+                summary="Return the state of the service and its queues.",
             ),
             Endpoint(
                 method="POST", path="/api/token", handle=self.token, returns=TokenCheck,
-                summary="Whether the token is the right one: 401 if it is not.",
+                summary="Check the token; the response is 401 if it is invalid.",
             ),
             Endpoint(
                 method="GET", path="/api/queues", handle=self.queues, returns=list[QueueView],
-                summary="Every queue with its figures.",
+                summary="List queues with their figures.",
             ),
             Endpoint(
                 method="GET", path=queue, handle=self.queue, returns=QueueView,
-                summary="One queue's figures.",
+                summary="Return the figures of a queue.",
             ),
             Endpoint(
                 method="GET", path=f"{queue}/messages", handle=self.peek, returns=MessageList,
-                summary="The next messages, without consuming them.", query={"limit": LIMIT},
+                summary="Return the next messages without consuming them.", query={"limit": LIMIT},
             ),
             Endpoint(
-                method="POST", path=f"{queue}/messages", handle=self.send, returns=SentView,
-                summary="Send a message; to a topic, publish it.", status=201, takes=SendRequest,
+                method="POST", path=f"{queue}/messages", handle=self.send, returns=SendResult,
+                summary="Send a message to a queue, or publish it to a topic.",
+                status=201, takes=SendRequest,
             ),
             Endpoint(
-                method="POST", path=f"{queue}/pause", handle=self.pause, returns=Steered,
-                summary="Start no more handlers of this channel in this process.",
+                method="POST", path=f"{queue}/pause", handle=self.pause, returns=ConsumerList,
+                summary="Pause the consumers of a channel in this process.",
             ),
             Endpoint(
-                method="POST", path=f"{queue}/resume", handle=self.resume, returns=Steered,
-                summary="Consume it again.",
+                method="POST", path=f"{queue}/resume", handle=self.resume, returns=ConsumerList,
+                summary="Resume the consumers of a channel in this process.",
             ),
             Endpoint(
-                method="GET", path=letters, handle=self.letters, returns=DeadLetterList,
-                summary="The oldest dead letters.", query={"limit": LIMIT, **FILTERS},
+                method="GET", path=dead_letters, handle=self.dead_letters, returns=DeadLetterList,
+                summary="Return dead letters, oldest first.", query={"limit": LIMIT, **FILTERS},
             ),
             Endpoint(
-                method="POST", path=f"{letters}/replay", handle=self.replay, returns=Replayed,
-                summary="Send dead letters to their channel again.", takes=ReplayRequest,
+                method="POST", path=f"{dead_letters}/replay", handle=self.replay,
+                returns=ReplayResult, takes=ReplayRequest,
+                summary="Replay dead letters to their channel.",
             ),
             Endpoint(
-                method="DELETE", path=letters, handle=self.purge, returns=Purged,
-                summary="Delete dead letters: those that are meant, or all=true.", query=DELETED,
+                method="DELETE", path=dead_letters, handle=self.purge, returns=PurgeResult,
+                summary="Delete the dead letters that match, or all of them (all=true).",
+                query=PURGE_FILTERS,
             ),
         ]  # fmt: skip
 
     async def overview(self, request: Request) -> Response:
-        return answer(await self._sampler.sample())
+        return json_response(await self._sampler.sample())
 
     async def token(self, request: Request) -> Response:
-        return answer(TokenCheck(valid=True))  # a wrong one did not come so far
+        return json_response(TokenCheck(valid=True))  # AccessControl rejects invalid tokens
 
     async def queues(self, request: Request) -> Response:
-        return answer((await self._sampler.sample()).queues, shape=list[QueueView])
+        return json_response((await self._sampler.sample()).queues, shape=list[QueueView])
 
     async def queue(self, request: Request) -> Response:
         name = request.path_params["name"]
         for view in (await self._sampler.sample()).queues:
             if view.name == name:
-                return answer(view)
+                return json_response(view)
         raise QueueNotFound(f"no queue {name!r}", operation="stats", queue=name)
 
     async def peek(self, request: Request) -> Response:
         found = await self._service.peek(request.path_params["name"], _limit(request))
-        return answer(MessageList(messages=[MessageView.of(message) for message in found]))
+        return json_response(MessageList(messages=[MessageView.of(message) for message in found]))
 
     async def send(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -223,68 +230,72 @@ class Api:
         try:
             sent = await send(name, wanted.body, **options)
         except QueueError:
-            raise  # some of them are ValueErrors too
+            raise  # some of these are also ValueErrors
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         self._sampler.invalidate()
-        return answer(SentView(message_id=sent.message_id, position=sent.position), 201)
+        return json_response(SendResult(message_id=sent.message_id, position=sent.position), 201)
 
     async def pause(self, request: Request) -> Response:
         self._service.pause(request.path_params["name"])
-        return self._steered(request)
+        return self._consumers(request)
 
     async def resume(self, request: Request) -> Response:
         self._service.resume(request.path_params["name"])
-        return self._steered(request)
+        return self._consumers(request)
 
-    def _steered(self, request: Request) -> Response:
+    def _consumers(self, request: Request) -> Response:
         self._sampler.invalidate()
         name = request.path_params["name"]
         consumers = self._service.health_check().consumers
-        return answer(Steered(consumers=[item for item in consumers if item.channel == name]))
+        return json_response(
+            ConsumerList(consumers=[item for item in consumers if item.channel == name])
+        )
 
-    async def _letters(self, request: Request) -> DeadLetters:
-        """The dead letters of a queue that is there; of one that is not, none would be a lie."""
+    async def _dead_letters(self, request: Request) -> DeadLetters:
+        """Return the dead letters of a queue; raise ``QueueNotFound`` if there is no such queue."""
         await require_queue(self._service, request.path_params["name"])
         return self._service.dead_letters(request.path_params["name"])
 
-    async def letters(self, request: Request) -> Response:
-        found = await (await self._letters(request)).list(
+    async def dead_letters(self, request: Request) -> Response:
+        found = await (await self._dead_letters(request)).list(
             _limit(request), reason=_reason(request), error=request.query_params.get("error")
         )
-        return answer(DeadLetterList(dead_letters=[DeadLetterView.of(letter) for letter in found]))
+        return json_response(
+            DeadLetterList(dead_letters=[DeadLetterView.of(letter) for letter in found])
+        )
 
     async def replay(self, request: Request) -> Response:
         wanted = await self._body(request, ReplayRequest)
-        count = await (await self._letters(request)).replay(
+        count = await (await self._dead_letters(request)).replay(
             wanted.ids, reason=wanted.reason, error=wanted.error, limit=wanted.limit
         )
         self._sampler.invalidate()
-        return answer(Replayed(replayed=count))
+        return json_response(ReplayResult(replayed=count))
 
     async def purge(self, request: Request) -> Response:
-        letters = await self._letters(request)
+        dead_letters = await self._dead_letters(request)
         ids = request.query_params.getlist("id") or None
         reason, error = _reason(request), request.query_params.get("error")
-        _require_confirmation(request, chosen=bool(ids or reason or error))
-        before = _moment(request, "failed_before")
+        _require_confirmation(request, filtered=bool(ids or reason or error))
+        before = _timestamp(request, "failed_before")
         if before is not None:
-            found = await letters.list(MAX_LISTED, reason=reason, error=error, ids=ids)
+            found = await dead_letters.list(MAX_LISTED, reason=reason, error=error, ids=ids)
             ids = [item.message_id for item in found if item.last_failed_at <= before]
-        count = await letters.purge(ids, reason=reason, error=error)
+        count = await dead_letters.purge(ids, reason=reason, error=error)
         self._sampler.invalidate()
-        return answer(Purged(purged=count))
+        return json_response(PurgeResult(purged=count))
 
     async def _body(self, request: Request, model: type[Model]) -> Model:
-        """The request's JSON, bounded and checked; what is wrong with it is said field by field."""
+        """Parse the request body; raise if it is too large, not JSON or invalid."""
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            raise HTTPException(415, "send JSON, with the header 'Content-Type: application/json'")
+            raise HTTPException(415, "send JSON with the header 'Content-Type: application/json'")
         parts: list[bytes] = []
         size = 0
         async for part in request.stream():
             size += len(part)
             if size > self._max_request:
-                raise HTTPException(413, f"the request has more than {self._max_request} bytes")
+                raise HTTPException(413, f"the request is larger than {self._max_request} bytes")
             parts.append(part)
         try:
             return model.model_validate_json(b"".join(parts))
@@ -293,52 +304,58 @@ class Api:
 
 
 async def reject_unknown_input(endpoint: Endpoint, request: Request) -> None:
-    """Answer 422 to a query parameter or a body that would be ignored."""
+    """Raise a 422 error for a query parameter or a body that would be ignored."""
     for name, value in request.query_params.multi_items():
         if name not in endpoint.query:
             known = ", ".join(endpoint.query) or "none"
-            raise HTTPException(422, f"{name[:40]!r} is no parameter of this; it has: {known}")
+            raise HTTPException(422, f"unknown parameter {name[:40]!r}; known parameters: {known}")
         if not value:
-            raise HTTPException(422, f"{name}: it is empty; leave it out if it says nothing")
+            raise HTTPException(422, f"{name}: empty value; give a value or omit the parameter")
         repeats = endpoint.query[name].schema["type"] == "array"
         if not repeats and len(request.query_params.getlist(name)) > 1:
-            raise HTTPException(422, f"{name}: say it once")
+            raise HTTPException(422, f"{name}: given more than once")
     if endpoint.takes is None:
         async for part in request.stream():
             if part:
-                raise HTTPException(422, "this takes no body; what is meant stands in the query")
+                raise HTTPException(
+                    422, "this operation takes no request body; use query parameters"
+                )
 
 
-def _require_confirmation(request: Request, *, chosen: bool) -> None:
-    """Require ``all=true`` for deleting everything, so that it never happens by mistake."""
+def _require_confirmation(request: Request, *, filtered: bool) -> None:
+    """Require ``all=true`` to delete all dead letters, to prevent accidental deletion."""
     everything = request.query_params.get("all")
     if everything not in (None, "true"):
-        raise HTTPException(422, f"all: write all=true, not {everything[:20]!r}")
-    if chosen and everything:
-        raise HTTPException(422, "all: it goes with neither id nor reason nor error")
-    if not chosen and not everything:
-        raise HTTPException(422, "say which by id, reason or error, or that all=true are meant")
+        raise HTTPException(422, f"all: expected true, got {everything[:20]!r}")
+    if filtered and everything:
+        raise HTTPException(422, "all=true cannot be combined with id, reason or error")
+    if not filtered and not everything:
+        raise HTTPException(
+            422, "select dead letters by id, reason or error, or delete all with all=true"
+        )
 
 
 def _reason(request: Request) -> str | None:
     text = request.query_params.get("reason")
     if text is not None and text not in set(Reason):
-        raise HTTPException(422, f"reason: one of {', '.join(Reason)}, not {text[:40]!r}")
+        raise HTTPException(422, f"reason: expected one of {', '.join(Reason)}, got {text[:40]!r}")
     return text
 
 
-def _moment(request: Request, name: str) -> float | None:
+def _timestamp(request: Request, name: str) -> float | None:
     text = request.query_params.get(name)
     if text is None:
         return None
     with suppress(ValueError):
         if isfinite(number := float(text)):
             return number
-    raise HTTPException(422, f"{name}: seconds since 1970, not {text[:20]!r}")
+    raise HTTPException(422, f"{name}: expected seconds since 1970, got {text[:20]!r}")
 
 
 def _limit(request: Request) -> int:
     text = request.query_params.get("limit", str(DEFAULT_LIMIT))
     if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
-        raise HTTPException(422, f"limit: a whole number from 1 to {MAX_LIMIT}, not {text[:20]!r}")
+        raise HTTPException(
+            422, f"limit: expected an integer from 1 to {MAX_LIMIT}, got {text[:20]!r}"
+        )
     return int(text)

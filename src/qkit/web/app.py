@@ -1,4 +1,4 @@
-"""``create_app``: one ASGI app with everything, to be served or mounted."""
+"""``create_app``: the ASGI app with probes, metrics, API and dashboard."""
 
 from __future__ import annotations
 
@@ -24,35 +24,48 @@ from qkit.web.api import Api, Endpoint, reject_unknown_input
 from qkit.web.event_stream import EventStreams
 from qkit.web.exposition import CONTENT_TYPE, exposition
 from qkit.web.openapi import document as openapi_document
-from qkit.web.responses import failure, from_error
+from qkit.web.responses import error_response, from_error
 from qkit.web.sampler import Sampler
 
 __all__ = ["create_app"]
 
 Handle = Callable[[Request], Awaitable[Response]]
 STATIC = files("qkit.web") / "static"
-KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def create_app(
     service: QueueService, *, token: str | None = None, hosts: Collection[str] = ()
 ) -> Starlette:
-    """The ASGI app: probes, metrics, API and dashboard of one service.
+    """Create the ASGI app of a service: probes, metrics, JSON API and dashboard.
 
-    Whoever reaches it may look; every change needs ``token``, and without one none is allowed.
-    ``hosts`` are the names it is reached by, beside loopback and its own address. It neither starts
-    nor stops the service: ``serve`` and ``lifespan`` go with that.
+    The app does not start or stop the service; use it with ``lifespan``, or call ``serve``.
 
-    >>> from qkit import QueueService, Settings
-    >>> app = create_app(QueueService(Settings(type="native")), token="a long random word")
+    Args:
+        service: Service to show.
+        token: Bearer token that changes require; printable ASCII. Without a token (the default)
+            the app is read-only. Reading needs no token.
+        hosts: Host names under which the app may be reached, without scheme and port, in addition
+            to loopback and the local address of the connection. ``"*"`` allows every host. Default:
+            none.
 
-    Raises ``ConfigError`` for a token that is empty or no header can carry, and for ``hosts`` that
-    no request can have.
+    Returns:
+        A Starlette application, to be mounted or served.
+
+    Raises:
+        ConfigError: The token is empty or cannot be sent in a header, a host is not a host name,
+            or ``service`` is not a ``QueueService``.
+
+    Example:
+        >>> from qkit import QueueService, Settings
+        >>> app = create_app(QueueService(Settings(type="native")), token="a long random word")
+        >>> any(route.path == "/readyz" for route in app.routes)
+        True
     """
     if not isinstance(service, QueueService):
         raise ConfigError(
-            f"create_app takes a QueueService, not {type(service).__name__}: the pages live in "
-            "the service's event loop"
+            f"create_app expected a QueueService, got {type(service).__name__}: pass a "
+            "QueueService, because the app runs in its event loop"
         )
     check(token, hosts)
     sampler = Sampler(service, writable=token is not None)
@@ -71,7 +84,7 @@ def create_app(
 def _service_pages(
     service: QueueService, sampler: Sampler, endpoints: Sequence[Endpoint]
 ) -> dict[str, Handle]:
-    """Return probes, metrics, documents and the event stream, by path."""
+    """Return the handlers of probes, metrics, documents and the event stream, by path."""
     streams = EventStreams(service, sampler)
 
     async def live(request: Request) -> Response:
@@ -107,11 +120,11 @@ def _service_pages(
 
 
 def _dashboard_files() -> dict[str, Handle]:
-    """Return the files of the dashboard, by path."""
+    """Return the handlers of the dashboard's files, by path."""
     pages = {"/": _asset(STATIC / "index.html", "text/html")}
     for file in STATIC.iterdir():
-        if (suffix := PurePath(file.name).suffix) in KINDS:
-            pages[f"/static/{file.name}"] = _asset(file, KINDS[suffix])
+        if (suffix := PurePath(file.name).suffix) in MEDIA_TYPES:
+            pages[f"/static/{file.name}"] = _asset(file, MEDIA_TYPES[suffix])
     return pages
 
 
@@ -123,12 +136,12 @@ def _route(endpoint: Endpoint) -> Route:
     return Route(endpoint.path, handle, methods=[endpoint.method])
 
 
-def _asset(file: Traversable, kind: str) -> Handle:
-    """A file of the package, read once: there are few, and they are small."""
+def _asset(file: Traversable, media_type: str) -> Handle:
+    """Return a handler that serves a file of the package from memory."""
     content = file.read_bytes()
 
     async def asset(request: Request) -> Response:
-        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+        return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     return asset
 
@@ -140,7 +153,8 @@ def _json(document: dict[str, object]) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     names = {404: "NotFound", 405: "MethodNotAllowed"}
-    return failure(error.status_code, names.get(error.status_code, "BadRequest"), error.detail)
+    name = names.get(error.status_code, "BadRequest")
+    return error_response(error.status_code, name, error.detail)
 
 
 async def _queue_error(request: Request, error: Exception) -> Response:

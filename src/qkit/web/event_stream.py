@@ -1,8 +1,8 @@
-"""Live figures as server-sent events, for as long as a page is open.
+"""Server-sent events with live figures, for open dashboards.
 
-``history`` comes once, ``overview`` every second. A stream that was open ends when the service is
-asked to stop: servers wait for open responses before they let an application shut down, and would
-wait for ever. The browser asks again by itself, and is told of the rest.
+A stream sends one ``history`` event, then an ``overview`` event every second. It ends when the
+service begins to stop, because a server waits for open responses before it shuts down. The browser
+reconnects by itself and follows the shutdown on a new stream.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from starlette.responses import Response, StreamingResponse
 
 from qkit.observability.connection_state import ConnectionState
 from qkit.service import QueueService
-from qkit.web.responses import failure, to_json
+from qkit.web.responses import error_response, to_json
 from qkit.web.sampler import Sampler
 
 __all__ = ["EventStreams"]
 
-INTERVAL_SECONDS = 1.0  # between two overviews
-RETRY_MILLISECONDS = 1_000  # after which a browser asks again
+INTERVAL_SECONDS = 1.0  # between overview events
+RETRY_MILLISECONDS = 1_000  # delay before a browser reconnects
 MAX_STREAMS = 50
 
 
 class EventStreams:
-    """The open streams of one app, bounded in number."""
+    """Open event streams of one app, limited in number."""
 
     def __init__(self, service: QueueService, sampler: Sampler) -> None:
         self._service = service
@@ -34,10 +34,10 @@ class EventStreams:
         self._open = 0
 
     def response(self) -> Response:
-        """Another stream; 503 when there are too many."""
+        """Return a new stream, or a 503 response if too many are open."""
         if self._open >= MAX_STREAMS:
-            text = f"{MAX_STREAMS} pages are open already; close one"
-            return failure(503, "TooManyStreams", text)
+            text = f"{MAX_STREAMS} event streams are already open; close one"
+            return error_response(503, "TooManyStreams", text)
         return StreamingResponse(self._events(), media_type="text/event-stream")
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -49,18 +49,18 @@ class EventStreams:
             yield _event("history", json.dumps(self._sampler.history()).encode())
             while True:
                 yield _event("overview", to_json(overview))
-                if self._over(was_stopping):
+                if self._ended(was_stopping):
                     return
                 await asyncio.sleep(INTERVAL_SECONDS)
                 overview = await self._sampler.sample()
         finally:
             self._open -= 1
 
-    def _over(self, was_stopping: bool) -> bool:
+    def _ended(self, was_stopping: bool) -> bool:
         closed = self._service.connection_state is ConnectionState.CLOSED
         return closed or (self._service.stopping and not was_stopping)
 
 
 def _event(name: str, data: bytes) -> bytes:
-    # JSON from pydantic and json.dumps is one line, which is what the format wants.
+    # The data must be one line; pydantic and json.dumps write no line breaks.
     return b"event: %s\ndata: %s\n\n" % (name.encode(), data)

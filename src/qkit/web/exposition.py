@@ -1,6 +1,6 @@
-"""``/metrics``: the service's counters and the queues' figures in Prometheus' format.
+"""``/metrics``: counters of the service and figures of its queues in the Prometheus text format.
 
-The numbers are read when somebody scrapes; nothing is counted twice and nothing runs meanwhile.
+Values are read during a scrape; nothing runs between scrapes.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from qkit.web.schemas import Overview, QueueView
 
 __all__ = ["CONTENT_TYPE", "exposition"]
 
-# The plain text format: every Prometheus reads it, whatever it asked for.
+# The plain text format, which every Prometheus version accepts.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 COUNTERS = {
-    "messages_sent": "Messages that the broker confirmed to this service.",
-    "messages_received": "Deliveries to this service's handlers.",
-    "messages_retried": "Failed attempts that will be tried again.",
+    "messages_sent": "Confirmed sends of this service.",
+    "messages_received": "Deliveries to this service.",
+    "messages_retried": "Failed attempts that will be retried.",
     "messages_failed": "Final failures.",
     "messages_dead_lettered": "Messages that became dead letters.",
 }
+# Field of QueueView: name after ``qkit_queue_``, in the base units of Prometheus, and help text.
 GAUGES = {
-    "depth": "Messages that are ready for a consumer.",
-    "in_flight": "Messages that consumers hold.",
-    "scheduled": "Messages that wait for their time.",
-    "consumers": "Consumers of the queue.",
-    "oldest_seconds": "Age of the message that has waited longest.",
-    "dead_letters": "Dead letters that are kept.",
+    "depth": ("depth", "Messages that are ready for a consumer."),
+    "in_flight": ("in_flight", "Messages that were delivered and are not yet settled."),
+    "scheduled": ("scheduled", "Messages whose delay has not passed."),
+    "consumers": ("consumers", "Consumers that are subscribed."),
+    "oldest_message_age_secs": ("oldest_message_age_seconds", "Age of the oldest ready message."),
+    "dead_letters": ("dead_letters", "Dead letters of the queue."),
 }
 
 
 class _Figures(Collector):
+    """Collector of the metrics for one scrape."""
+
     def __init__(self, service: QueueService, overview: Overview) -> None:
         self._service = service
         self._overview = overview
@@ -46,19 +49,19 @@ class _Figures(Collector):
     def collect(self) -> Iterable[Metric]:
         metrics = self._service.metrics()
         yield from _counters(metrics)
-        for field, text in GAUGES.items():
-            yield _gauge_by_queue(field, text, self._overview.queues)
+        for field, (name, text) in GAUGES.items():
+            yield _gauge_by_queue(field, name, text, self._overview.queues)
         yield from self._state()
 
     def _state(self) -> Iterable[Metric]:
         health = self._overview.health
-        yield _gauge("ready", "Whether the service does its work.", self._overview.ready)
+        yield _gauge("ready", "1 if the service is ready.", self._overview.ready)
         connected = health.connection_state == "connected"
-        yield _gauge("connected", "Whether the broker answers.", connected)
-        yield _gauge("durable", "Whether an accepted send survives a restart.", health.durable)
+        yield _gauge("connected", "1 if the service is connected to the broker.", connected)
+        yield _gauge("durable", "1 if confirmed messages survive a restart.", health.durable)
         breaker = GaugeMetricFamily(
             "qkit_breaker_state",
-            "1 for the state that the circuit breaker is in.",
+            "1 for the current state of the circuit breaker.",
             labels=["state"],
         )
         for state in BreakerState:
@@ -66,12 +69,12 @@ class _Figures(Collector):
         yield breaker
         polled = GaugeMetricFamily(
             "qkit_consumer_last_poll_timestamp_seconds",
-            "When the consumer last asked for messages.",
+            "Time at which the consumer last polled.",
             labels=["channel", "group"],
         )
         settled = GaugeMetricFamily(
             "qkit_consumer_last_settle_timestamp_seconds",
-            "When the consumer last settled a message.",
+            "Time at which the consumer last settled a message.",
             labels=["channel", "group"],
         )
         for consumer in health.consumers:
@@ -82,12 +85,12 @@ class _Figures(Collector):
                 settled.add_metric(labels, consumer.last_settle_at)
         yield polled
         yield settled
-        hidden = "Queues beyond those whose figures are given."
-        yield _gauge("queues_hidden", hidden, self._overview.hidden)
+        omitted = "Queues whose figures are omitted because there are too many."
+        yield _gauge("queues_omitted", omitted, self._overview.queues_omitted)
 
 
 def exposition(service: QueueService, overview: Overview) -> bytes:
-    """Everything, as Prometheus scrapes it."""
+    """Return all metrics in the Prometheus text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Figures(service, overview))
     return generate_latest(registry)
@@ -99,13 +102,15 @@ def _counters(metrics: Metrics) -> Iterable[Metric]:
         for channel, figures in metrics.channels.items():
             family.add_metric([channel], getattr(figures, field))
         yield family
-    running = GaugeMetricFamily(
-        "qkit_handlers_running", "Handler calls running now.", labels=["channel"]
+    in_flight = GaugeMetricFamily(
+        "qkit_messages_in_flight",
+        "Messages that handlers of this service are processing.",
+        labels=["channel"],
     )
     for channel, figures in metrics.channels.items():
-        running.add_metric([channel], figures.in_flight)
-    yield running
-    refused = "Sends to yet another channel when a service has used all it may."
+        in_flight.add_metric([channel], figures.in_flight)
+    yield in_flight
+    refused = "Sends that were rejected because the service uses too many channels."
     yield CounterMetricFamily("qkit_channels_refused", refused, value=metrics.channels_refused)
 
 
@@ -113,8 +118,8 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"qkit_{name}", text, value=float(value))
 
 
-def _gauge_by_queue(field: str, text: str, queues: list[QueueView]) -> Metric:
-    family = GaugeMetricFamily(f"qkit_queue_{field}", text, labels=["queue"])
+def _gauge_by_queue(field: str, name: str, text: str, queues: list[QueueView]) -> Metric:
+    family = GaugeMetricFamily(f"qkit_queue_{name}", text, labels=["queue"])
     for view in queues:
         value: float | None = getattr(view, field)
         if value is not None:

@@ -1,4 +1,4 @@
-"""``lifespan``: a service that lives as long as a FastAPI or Starlette application."""
+"""``lifespan``: a service that runs for the lifetime of a FastAPI or Starlette app."""
 
 from __future__ import annotations
 
@@ -20,13 +20,22 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[dict[str, object]]]
 
 
 def lifespan(service: QueueService) -> Lifespan:
-    """Start the service with the application, and drain it at its end::
+    """Return a lifespan that starts the service with the application and drains it at the end.
 
-        app = FastAPI(lifespan=lifespan(service))
+    Request handlers can use ``request.state.service``. On SIGTERM and SIGINT, the service is no
+    longer ready and ends open event streams before the server handles the signal.
 
-    Requests find it as ``request.state.service``. On SIGTERM and SIGINT it is not ready from the
-    first moment, before the server stops taking requests, and open live pages end; the signal then
-    goes on to the server, whose it is.
+    Args:
+        service: Service to start and drain. It must not have been started.
+
+    Returns:
+        A lifespan function for ``FastAPI(lifespan=…)`` or ``Starlette(lifespan=…)``.
+
+    Example:
+        >>> from starlette.applications import Starlette
+        >>> from qkit import QueueService, Settings
+        >>> service = QueueService(Settings(type="native"))
+        >>> app = Starlette(lifespan=lifespan(service))
     """
 
     @asynccontextmanager
@@ -40,7 +49,7 @@ def lifespan(service: QueueService) -> Lifespan:
 
 @contextlib.contextmanager
 def _forward_signals(service: QueueService) -> Generator[None, None, None]:
-    """Tell the service of a signal before the server's own handler has it."""
+    """Stop the service on a signal, before the server's signal handler runs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -48,13 +57,13 @@ def _forward_signals(service: QueueService) -> Generator[None, None, None]:
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def forward(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the service
+        with contextlib.suppress(RuntimeError):  # the loop is already closed, and so is the service
             loop.call_soon_threadsafe(service.stop)
         handler = previous[signal.Signals(number)]
         if callable(handler):
             handler(number, frame)
 
-    # Where there is no handler in Python the default ends the process, and that is not ours.
+    # Without a Python handler, the default action ends the process; leave that unchanged.
     forwarded = [number for number, handler in previous.items() if callable(handler)]
     for number in forwarded:
         signal.signal(number, forward)

@@ -1,11 +1,11 @@
-"""Watchdog thread that answers 503 while the event loop is blocked.
+"""Watchdog thread that responds with 503 while the event loop is blocked.
 
-A blocked loop answers no probe. The thread counts the loop's heartbeats; while there are none it
-accepts connections on the server's own socket and answers each with 503. It logs the stack of the
-blocked loop once.
+A blocked loop cannot respond to a probe. The thread counts the heartbeats of the loop. While there
+are none, it accepts connections on the server's socket and responds to each with 503. It logs the
+stack of the blocked loop once.
 
-A handler that blocks while it holds the interpreter's lock blocks this thread too. Then only the
-probe's own timeout reports it.
+A handler that blocks while holding the GIL also blocks this thread. In that case, only the probe's
+timeout detects it.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ REQUEST_TIMEOUT_SECONDS = 1.0
 
 
 class LoopWatchdog:
-    """Watch the running loop while the context is open, and answer in its place.
+    """Context manager that watches the running loop and responds in its place if it is blocked.
 
     Args:
-        listener: Socket on which the loop's server listens; both accept from it.
+        listener: Socket on which the loop's server listens; both accept connections from it.
         blocked_after: Seconds without a heartbeat after which the loop counts as blocked.
+            Default: 3.
     """
 
     def __init__(
         self, listener: socket.socket, *, blocked_after: float = BLOCKED_AFTER_SECONDS
     ) -> None:
         self._listener = listener.dup()
-        self._listener_poll = select.poll()  # not select(), which knows the first 1024 files only
+        self._listener_poll = select.poll()  # select() supports only descriptors below 1024
         self._listener_poll.register(self._listener, select.POLLIN)
         self._allowed = max(1, round(blocked_after / HEARTBEAT_SECONDS))
         self._heartbeats = 0
         self._timer: asyncio.TimerHandle | None = None
         self._loop_thread = threading.get_ident()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="qkit loop watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start to watch; call it in the loop's thread."""
+        """Start the thread; must be called in the loop's thread."""
         self._heartbeat(asyncio.get_running_loop())
         self._thread.start()
         return self
@@ -65,7 +66,7 @@ class LoopWatchdog:
         trace: TracebackType | None,
     ) -> None:
         """Stop the thread."""
-        self._over.set()
+        self._stopped.set()
         if self._timer is not None:
             self._timer.cancel()
         self._thread.join(2 * HEARTBEAT_SECONDS + REQUEST_TIMEOUT_SECONDS)
@@ -76,13 +77,15 @@ class LoopWatchdog:
         self._timer = loop.call_later(HEARTBEAT_SECONDS, self._heartbeat, loop)
 
     def _watch(self) -> None:
-        # Heartbeats are counted, not timed: a process that was stopped for an hour missed none.
+        # Count heartbeats instead of measuring time: a suspended process misses none.
         seen, missed = 0, 0
-        while not self._over.wait(0 if missed > self._allowed else HEARTBEAT_SECONDS):
+        while not self._stopped.wait(0 if missed > self._allowed else HEARTBEAT_SECONDS):
             if self._heartbeats != seen:
                 if missed > self._allowed:
                     blocked = missed * HEARTBEAT_SECONDS
-                    logger.warning("the event loop runs again after %.1f s", blocked)
+                    logger.warning(
+                        "the event loop runs again after it was blocked for %.1f s", blocked
+                    )
                 seen, missed = self._heartbeats, 0
                 continue
             missed += 1
@@ -92,20 +95,20 @@ class LoopWatchdog:
                 self._answer_for(HEARTBEAT_SECONDS, missed * HEARTBEAT_SECONDS)
 
     def _report(self, seconds: float) -> None:
-        # Underlined, and yet documented, for just this use.
+        # The function has a private name, but is documented for debugging.
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         frame = frames.get(self._loop_thread)
         stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
         logger.error(
-            "the event loop has been blocked for %.1f s; not even a probe is answered. It hangs "
-            "here:\n%s",
+            "the event loop has been blocked for %.1f s and does not respond to probes; it is "
+            "blocked here:\n%s",
             seconds,
             stack,
         )
 
     def _answer_for(self, seconds: float, blocked: float) -> None:
-        """Wait up to ``seconds`` for one connection and answer it."""
-        with contextlib.suppress(OSError):  # the loop came first, or the client left
+        """Wait up to ``seconds`` for one connection and respond to it."""
+        with contextlib.suppress(OSError):  # the loop accepted it first, or the client disconnected
             if not self._listener_poll.poll(1000 * seconds):
                 return
             connection, _ = self._listener.accept()
@@ -128,7 +131,7 @@ class LoopWatchdog:
             "X-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
         )
         connection.sendall(head.encode() + body)
-        # Closed at once, with bytes unread, the client would see a reset instead of the answer.
+        # Closing with unread bytes would reset the connection before the client reads the response.
         connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(TimeoutError):
             while connection.recv(MAX_REQUEST_BYTES):

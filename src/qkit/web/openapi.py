@@ -1,4 +1,4 @@
-"""``/openapi.json``: the API described from the same table that routes it."""
+"""``/openapi.json``: OpenAPI document, built from the list of endpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.json_schema import JsonSchemaMode
 
 from qkit.web.api import Endpoint
 from qkit.web.responses import adapter
-from qkit.web.schemas import Failure
+from qkit.web.schemas import ErrorResponse
 
 __all__ = ["document"]
 
@@ -20,7 +20,12 @@ Json = dict[str, Any]
 
 
 def document(endpoints: Sequence[Endpoint], *, mounted_at: str = "") -> Json:
-    """The OpenAPI 3.1 document of these operations, whose paths begin where the app is mounted."""
+    """Return the OpenAPI 3.1 document of the given endpoints.
+
+    Args:
+        endpoints: Operations to describe.
+        mounted_at: Path prefix under which the app is mounted. Default: none.
+    """
     schemas: Json = {}
     paths: dict[str, Json] = {}
     for endpoint in endpoints:
@@ -53,14 +58,14 @@ def _operation(endpoint: Endpoint, schemas: Json) -> Json:
             {
                 "name": name,
                 "in": "query",
-                "description": item.text,
+                "description": item.description,
                 "schema": dict(item.schema),
             }
             for name, item in endpoint.query.items()
         ],
         "responses": {
-            str(endpoint.status): _response("What was asked for.", endpoint.returns, schemas),
-            "default": _response("Why it was refused, or failed.", Failure, schemas),
+            str(endpoint.status): _response("Success.", endpoint.returns, schemas),
+            "default": _response("The request was rejected or failed.", ErrorResponse, schemas),
         },
     }
     if endpoint.takes is not None:
@@ -89,5 +94,5 @@ def _content(shape: type, schemas: Json, mode: JsonSchemaMode) -> Json:
 def _version() -> str:
     try:
         return version("qkit-messaging")
-    except PackageNotFoundError:  # run from a checkout that is not installed
+    except PackageNotFoundError:  # a checkout that is not installed
         return "unknown"

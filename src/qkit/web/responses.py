@@ -1,4 +1,4 @@
-"""Answers as JSON, and the one place where an error becomes a status."""
+"""JSON responses and the mapping from errors to status codes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from qkit.errors import (
     SendTimeout,
     Unsupported,
 )
-from qkit.web.schemas import Failure, FailureDetail
+from qkit.web.schemas import ErrorDetail, ErrorResponse
 
-__all__ = ["adapter", "answer", "failure", "from_error", "to_json"]
+__all__ = ["adapter", "error_response", "from_error", "json_response", "to_json"]
 
-# The first that fits counts.
+# The first matching class decides.
 STATUSES: tuple[tuple[type[QueueError], int], ...] = (
     (QueueNotFound, 404),
     (PayloadTooLarge, 413),
@@ -37,7 +37,7 @@ STATUSES: tuple[tuple[type[QueueError], int], ...] = (
     (InvalidPriority, 422),
     (QueueFull, 507),
     (Unsupported, 501),
-    (ConfigError, 409),  # the channel is declared elsewhere, in another way
+    (ConfigError, 409),  # the channel is declared differently elsewhere
     (LifecycleError, 503),
     (SendTimeout, 504),
     (BackendUnavailable, 503),
@@ -46,29 +46,29 @@ STATUSES: tuple[tuple[type[QueueError], int], ...] = (
 
 @cache
 def adapter(shape: type) -> TypeAdapter[Any]:
-    """Pydantic's view of a record; made once, for making it takes a millisecond."""
+    """Return pydantic's adapter for a type, cached because building one takes a millisecond."""
     return TypeAdapter(shape)
 
 
 def to_json(record: object, shape: type | None = None) -> bytes:
-    """A record as JSON; ``shape`` is its type where the object itself does not tell."""
+    """Encode a record as JSON; ``shape`` is its type if ``type(record)`` is not specific enough."""
     return adapter(shape or type(record)).dump_json(record)
 
 
-def answer(record: object, status: int = 200, *, shape: type | None = None) -> Response:
-    """A record as a response."""
+def json_response(record: object, status: int = 200, *, shape: type | None = None) -> Response:
+    """Return a response with a record as JSON."""
     return Response(to_json(record, shape), status, media_type="application/json")
 
 
-def failure(status: int, name: str, text: str) -> Response:
-    """A refusal or a failure; 401 asks for the token in the way HTTP has for that."""
-    response = answer(Failure(error=FailureDetail(type=name, message=text)), status)
+def error_response(status: int, name: str, text: str) -> Response:
+    """Return an error response; a 401 response includes ``WWW-Authenticate``."""
+    response = json_response(ErrorResponse(error=ErrorDetail(type=name, message=text)), status)
     if status == 401:
         response.headers["WWW-Authenticate"] = 'Bearer realm="qkit"'
     return response
 
 
 def from_error(error: QueueError) -> Response:
-    """One of qkit's errors; its text says what to do, and holds no secret."""
+    """Return the response to a ``QueueError``; its text contains no secrets."""
     status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
-    return failure(status, type(error).__name__, str(error))
+    return error_response(status, type(error).__name__, str(error))

@@ -1,4 +1,4 @@
-"""What the API answers with: plain records, whose JSON and schema pydantic makes."""
+"""Response records of the API, from which pydantic derives the JSON and the schema."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from qkit.admin.views import DeadLetterView, MessageView
 from qkit.observability.health import ConsumerHealth, Health
 
 __all__ = [
+    "ConsumerList",
     "DeadLetterList",
-    "Failure",
-    "FailureDetail",
+    "ErrorDetail",
+    "ErrorResponse",
     "MessageList",
     "Overview",
-    "Purged",
+    "PurgeResult",
     "QueueState",
     "QueueView",
-    "Replayed",
-    "SentView",
-    "Steered",
+    "ReplayResult",
+    "SendResult",
     "TokenCheck",
     "Totals",
 ]
@@ -29,12 +29,13 @@ QueueState = Literal["none", "starting", "consuming", "paused", "reconnecting", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueView:
-    """A queue as the pages show it; ``None`` where the backend does not know.
+    """Figures and state of one queue; a figure is ``None`` if it is unknown.
 
-    Rates are messages a second since the look before; with ``own_rates`` the broker does not count
-    them, and they, ``sent`` and ``handled`` are what this process did itself. ``state`` is what
-    this service's consumers of it do, ``none`` if it has none; ``retried`` and ``failed`` are
-    counted by this service. ``problem`` says why figures are missing.
+    ``state`` is the worst state of this service's consumers, or ``none`` if it has no consumer.
+    ``published_per_second`` and ``acked_per_second`` are rates since the previous sample. If
+    ``counted_by_service`` is true, the broker does not count messages: the rates,
+    ``published_total`` and ``acked_total`` then cover this service only. ``messages_retried`` and
+    ``messages_failed`` always do. ``error`` is the reason why figures are missing.
     """
 
     name: str
@@ -44,36 +45,40 @@ class QueueView:
     in_flight: int | None = None
     scheduled: int | None = None
     consumers: int | None = None
-    oldest_seconds: float | None = None
-    wait_ms: float | None = None
-    in_rate: float | None = None
-    out_rate: float | None = None
-    own_rates: bool = False
-    sent: int = 0
-    handled: int = 0
-    retried: int = 0
-    failed: int = 0
+    oldest_message_age_secs: float | None = None
+    avg_wait_time_ms: float | None = None
+    published_per_second: float | None = None
+    acked_per_second: float | None = None
+    counted_by_service: bool = False
+    published_total: int = 0
+    acked_total: int = 0
+    messages_retried: int = 0
+    messages_failed: int = 0
     dead_letters: int | None = None
-    problem: str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """All queues that are shown, together; ``None`` where it is known of none of them."""
+    """Sums over the listed queues; ``None`` if the figure is unknown for all of them."""
 
     depth: int | None
     in_flight: int | None
     dead_letters: int | None
-    retried: int
-    in_rate: float | None
-    out_rate: float | None
+    messages_retried: int
+    published_per_second: float | None
+    acked_per_second: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """Everything at one moment. ``hidden`` counts queues beyond those that are shown."""
+    """State of the service and its queues at one time.
 
-    at: float
+    At most 200 queues are listed; ``queues_omitted`` counts the others. ``writable`` is
+    true if the service has a token. ``error`` is the reason why the queues could not be listed.
+    """
+
+    sampled_at: float
     backend: str
     ready: bool
     stopping: bool
@@ -82,70 +87,70 @@ class Overview:
     health: Health
     totals: Totals
     queues: list[QueueView] = field(default_factory=list[QueueView])
-    hidden: int = 0
-    problem: str | None = None
+    queues_omitted: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageList:
-    """The next messages of a queue in the order of delivery."""
+    """Next messages of a queue, in delivery order."""
 
     messages: list[MessageView]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterList:
-    """The oldest dead letters that were asked for."""
+    """Dead letters of a channel, oldest first."""
 
     dead_letters: list[DeadLetterView]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentView:
-    """A message that the broker has confirmed."""
+class SendResult:
+    """Id and position of a confirmed message."""
 
     message_id: str
     position: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """How many dead letters were sent again."""
+class ReplayResult:
+    """Number of dead letters that were replayed."""
 
     replayed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Purged:
-    """How many dead letters were deleted."""
+class PurgeResult:
+    """Number of dead letters that were deleted."""
 
     purged: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steered:
-    """The consumers of a channel after it was paused or resumed."""
+class ConsumerList:
+    """Consumers of a channel in this service, after a pause or resume."""
 
     consumers: list[ConsumerHealth]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCheck:
-    """The token that came with the request is the right one."""
+    """Confirmation that the token of the request is valid."""
 
     valid: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailureDetail:
-    """What went wrong: the error's name, and what to do about it."""
+class ErrorDetail:
+    """Name and text of an error."""
 
     type: str
     message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """The answer to a request that was refused or failed."""
+class ErrorResponse:
+    """Response to a request that was rejected or failed."""
 
-    error: FailureDetail
+    error: ErrorDetail

@@ -1,4 +1,4 @@
-"""``serve``: the pages beside a worker, in its event loop."""
+"""``serve``: an HTTP server for the app, in the event loop of a worker."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from qkit.web.loop_watchdog import LoopWatchdog
 __all__ = ["DEFAULT_PORT", "serve"]
 
 DEFAULT_PORT = 8710
-SHUTDOWN_GRACE_SECONDS = 2  # for responses that are not finished at the end
+SHUTDOWN_GRACE_SECONDS = 2  # for open responses at shutdown
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the service: it ends when its context does."""
+    """Server that installs no signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -39,15 +39,33 @@ async def serve(
     token: str | None = None,
     hosts: Collection[str] = (),
 ) -> AsyncGenerator[str, None]:
-    """Serve probes, metrics, API and dashboard for as long as the context lasts; gives the address.
+    """Serve probes, metrics, API and dashboard while the context is open.
 
-    Open it around the service, so that the probes tell of its start and of its draining::
+    Enter it before the service starts, so that the probes also cover start and drain. If the
+    event loop is blocked, a thread responds to every request with 503.
 
-        async with serve(service, token=token) as address:
-            await service.run()
+    Args:
+        service: Service to show; ``serve`` does not start or stop it.
+        host: Address to bind. Default: ``127.0.0.1``.
+        port: Port to bind; 0 selects a free port. Default: 8710.
+        token: Bearer token that changes require; see ``create_app``. Default: none.
+        hosts: Additional host names; see ``create_app``. Default: none.
 
-    Port 0 takes any that is free. A loop that is blocked is answered for by a thread, with 503.
-    Raises ``ConfigError`` if the address cannot be had.
+    Yields:
+        The URL of the server, such as ``http://127.0.0.1:8710/``.
+
+    Raises:
+        ConfigError: The address cannot be bound, or ``create_app`` rejects the token or a host.
+
+    Example:
+        >>> import asyncio
+        >>> from qkit import QueueService, Settings
+        >>> async def main():
+        ...     service = QueueService(Settings(type="native"))
+        ...     async with serve(service, port=0) as address, service:
+        ...         print(address.rpartition(":")[0], service.ready)
+        >>> asyncio.run(main())
+        http://127.0.0.1 True
     """
     app = create_app(service, token=token, hosts=hosts)
     listener = _listen(host, port)
@@ -69,11 +87,11 @@ async def serve(
             yield address
         finally:
             server.should_exit = True
-            await _end(serving)
+            await _wait_closed(serving)
 
 
-async def _end(serving: asyncio.Task[None]) -> None:
-    """Wait for the server; what it dies of is no reason to fail a service that came down well."""
+async def _wait_closed(serving: asyncio.Task[None]) -> None:
+    """Wait for the server to stop; log its error, so that the shutdown does not fail."""
     _, late = await asyncio.wait({serving}, timeout=2 * SHUTDOWN_GRACE_SECONDS + 1)
     for task in late:
         task.cancel()
@@ -88,7 +106,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=128)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}; choose another port, or 0 for any",
+            f"cannot listen on {host}:{port}: {error}; choose another port, or 0 for a free one",
             cause=error,
         ) from error
 

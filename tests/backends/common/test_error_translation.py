@@ -1,4 +1,4 @@
-"""The translation of a driver's errors."""
+"""Translation of driver errors into qkit errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def meaning(exc: BaseException) -> tuple[type[QueueError], str]:
 translate_errors = ErrorTranslator("some", (OSError, QueueError), meaning)
 
 
-async def test_an_error_of_the_driver_is_translated_around_an_await() -> None:
+async def test_a_driver_error_is_translated_across_an_await() -> None:
     error = ConnectionResetError("reset")
 
     async def call() -> None:
@@ -32,7 +32,7 @@ async def test_an_error_of_the_driver_is_translated_around_an_await() -> None:
     assert (found.backend, found.operation, found.queue) == ("some", "publish", "orders")
 
 
-def test_error_returns_the_same_without_a_block() -> None:
+def test_error_returns_the_translated_error() -> None:
     error = OSError("reset")
     found = translate_errors.error(error, "ack")
     assert (type(found), found.message, found.cause) == (
@@ -44,21 +44,21 @@ def test_error_returns_the_same_without_a_block() -> None:
 
 
 @pytest.mark.parametrize("error", [SendTimeout("late"), KeyError("a bug"), KeyboardInterrupt()])
-def test_other_errors_pass_unchanged(error: BaseException) -> None:
+def test_other_errors_propagate_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, translate_errors("publish"):
         raise error
     assert caught.value is error
     assert caught.value.__cause__ is None
 
 
-def test_a_block_without_an_error_ends_normally() -> None:
+def test_a_block_without_an_error_is_unaffected() -> None:
     with translate_errors("publish"):
         done = True
     assert done
 
 
 @pytest.mark.parametrize("from_driver", [True, False])
-async def test_a_cancellation_is_translated_only_if_it_comes_from_the_driver(
+async def test_a_cancellation_is_translated_only_if_the_driver_raised_it(
     from_driver: bool,
 ) -> None:
     translate = ErrorTranslator(

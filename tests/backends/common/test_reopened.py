@@ -1,4 +1,4 @@
-"""One resource for all callers, made again after it was lost."""
+"""Shared resource that is reopened after a loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Resource:
 
 
 class Maker:
-    """Makes resources; each attempt waits until ``proceed`` is set."""
+    """Opener of resources; each attempt waits until ``proceed`` is set."""
 
     def __init__(self) -> None:
         self.proceed = asyncio.Event()
@@ -47,10 +47,10 @@ async def maker() -> Maker:
 
 
 async def start(maker: Maker, count: int) -> list[asyncio.Task[Resource]]:
-    """Let callers wait for a resource that is being made."""
+    """Start ``count`` callers that wait for the same attempt to open a resource."""
     maker.proceed.clear()
     callers = [asyncio.create_task(maker.reopened.get()) for _ in range(count)]
-    for _ in range(3):  # the callers, the attempt, and what it waits for
+    for _ in range(3):  # run the callers, then the attempt up to its wait
         await asyncio.sleep(0)
     assert maker.attempts == 1
     return callers
@@ -65,7 +65,7 @@ async def test_all_callers_get_the_same_resource(maker: Maker) -> None:
     assert maker.attempts == 1
 
 
-async def test_a_caller_that_is_cancelled_does_not_end_the_attempt(maker: Maker) -> None:
+async def test_a_cancelled_caller_does_not_cancel_the_attempt(maker: Maker) -> None:
     first, second = await start(maker, 2)
     first.cancel()
     await asyncio.wait([first])
@@ -75,7 +75,7 @@ async def test_a_caller_that_is_cancelled_does_not_end_the_attempt(maker: Maker)
     assert maker.attempts == 1
 
 
-async def test_an_attempt_without_callers_ends_and_its_resource_is_used(maker: Maker) -> None:
+async def test_an_attempt_without_callers_completes_and_its_resource_is_used(maker: Maker) -> None:
     (only,) = await start(maker, 1)
     only.cancel()
     await asyncio.wait([only])
@@ -84,7 +84,7 @@ async def test_an_attempt_without_callers_ends_and_its_resource_is_used(maker: M
     assert maker.attempts == 1
 
 
-async def test_a_failure_without_callers_is_not_reported_as_unseen(maker: Maker) -> None:
+async def test_a_failure_without_callers_is_not_reported_as_unretrieved(maker: Maker) -> None:
     reported: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     (only,) = await start(maker, 1)
@@ -94,13 +94,13 @@ async def test_a_failure_without_callers_is_not_reported_as_unseen(maker: Maker)
     maker.proceed.set()
     for _ in range(3):
         await asyncio.sleep(0)
-    del only  # it refers to the attempt
+    del only  # the task refers to the attempt
     gc.collect()
     assert maker.reopened.value is None
     assert reported == []
 
 
-async def test_a_failure_reaches_all_callers_and_the_next_one_tries_again(maker: Maker) -> None:
+async def test_a_failure_reaches_all_callers_and_the_next_call_retries(maker: Maker) -> None:
     callers = await start(maker, 3)
     maker.error = OSError("refused")
     maker.proceed.set()
@@ -112,7 +112,7 @@ async def test_a_failure_reaches_all_callers_and_the_next_one_tries_again(maker:
 
 
 async def test_each_caller_gets_its_own_copy_of_a_queue_error(maker: Maker) -> None:
-    """A caller adds its queue to the error."""
+    """Callers need separate copies because each adds its queue to the error."""
     first, second = await start(maker, 2)
     maker.error = ConfigError("no such file", cause=OSError("reason"))
     maker.proceed.set()
@@ -124,7 +124,7 @@ async def test_each_caller_gets_its_own_copy_of_a_queue_error(maker: Maker) -> N
     assert errors[0] is not errors[1]
 
 
-async def test_a_lost_resource_is_made_again(maker: Maker) -> None:
+async def test_a_lost_resource_is_reopened(maker: Maker) -> None:
     first = await maker.reopened.get()
     first.lost = True
     second = await maker.reopened.get()
@@ -132,7 +132,7 @@ async def test_a_lost_resource_is_made_again(maker: Maker) -> None:
     assert maker.made == [first, second]
 
 
-async def test_a_resource_that_is_lost_at_once_is_returned_and_not_made_in_a_loop() -> None:
+async def test_a_resource_that_is_lost_immediately_is_returned_without_a_retry_loop() -> None:
     class Unlucky(Maker):
         async def make(self) -> Resource:
             made = await super().make()
@@ -145,7 +145,7 @@ async def test_a_resource_that_is_lost_at_once_is_returned_and_not_made_in_a_loo
     assert maker.attempts == 2
 
 
-async def test_a_forgotten_resource_is_made_again_and_not_closed(maker: Maker) -> None:
+async def test_a_discarded_resource_is_reopened_and_not_closed(maker: Maker) -> None:
     first = await maker.reopened.get()
     maker.reopened.forget(first)
     assert maker.reopened.value is None
@@ -155,18 +155,18 @@ async def test_a_forgotten_resource_is_made_again_and_not_closed(maker: Maker) -
     assert not first.closed
 
 
-async def test_a_cancellation_inside_an_attempt_is_an_error_to_its_callers(maker: Maker) -> None:
-    """Drivers cancel what waits on a connection that they close."""
+async def test_a_cancelled_attempt_raises_an_error_in_its_callers(maker: Maker) -> None:
+    """A driver that closes a connection cancels the tasks that wait for the connection."""
     maker.error = asyncio.CancelledError()
-    with pytest.raises(BackendUnavailable, match="closed while it was opened"):
+    with pytest.raises(BackendUnavailable, match="closed while it was connecting"):
         await maker.reopened.get()
 
 
-async def test_aclose_ends_an_attempt_and_its_callers(maker: Maker) -> None:
+async def test_aclose_cancels_an_attempt_and_fails_its_callers(maker: Maker) -> None:
     callers = await start(maker, 2)
     await maker.reopened.aclose()
     for caller in callers:
-        with pytest.raises(BackendUnavailable, match="closed while it was opened"):
+        with pytest.raises(BackendUnavailable, match="closed while it was connecting"):
             await caller
     assert maker.made == []
     assert not [task for task in asyncio.all_tasks() if "connect" in task.get_name()]
@@ -190,7 +190,7 @@ async def test_aclose_closes_a_resource_whose_attempt_ignored_the_cancellation()
         await caller
 
 
-async def test_it_is_closed_until_opened_and_can_be_opened_again(maker: Maker) -> None:
+async def test_a_closed_resource_can_be_opened_again(maker: Maker) -> None:
     first = await maker.reopened.get()
     for _ in range(2):
         await maker.reopened.aclose()

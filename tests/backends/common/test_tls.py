@@ -1,4 +1,4 @@
-"""The TLS context of a client."""
+"""TLS context for clients: verification and unusable files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qkit import ConfigError
 from qkit.backends.common.tls import client_context
 
 
-def test_without_files_the_server_is_verified_against_the_system_s_authorities() -> None:
+def test_without_files_the_server_is_verified_against_the_system_cas() -> None:
     context = client_context(None, None, None, backend="some", operation="start")
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.check_hostname
@@ -19,7 +19,7 @@ def test_without_files_the_server_is_verified_against_the_system_s_authorities()
 
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("content", [None, b"not a certificate"], ids=["missing", "not PEM"])
-def test_a_file_that_cannot_be_used_is_a_config_error(
+def test_an_unusable_file_raises_config_error(
     tmp_path: Path, content: bytes | None, position: int
 ) -> None:
     path = tmp_path / "file.pem"

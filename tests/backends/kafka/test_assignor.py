@@ -1,4 +1,4 @@
-"""Who gets which partition: even shares, few moves, nothing taken from under a handler."""
+"""Partition assignment: balanced, sticky, and without moving partitions in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def partitions(*numbers: int, topic: str = "t") -> frozenset[Partition]:
     return frozenset(Partition(topic, number) for number in numbers)
 
 
-def test_shares_are_even_and_whole() -> None:
+def test_all_partitions_are_assigned_in_even_shares() -> None:
     assignments = assign_partitions(
         {"t": range(10), "t.retry": range(13)}, {name: MemberState() for name in "abc"}
     )
@@ -32,14 +32,14 @@ def test_shares_are_even_and_whole() -> None:
         assert counts == sizes
 
 
-def test_whoever_had_a_partition_keeps_it() -> None:
+def test_a_member_keeps_its_partitions() -> None:
     states = {"a": MemberState(3, partitions(0, 1, 2)), "b": MemberState(3, partitions(3, 4, 5))}
     assignments = assign_partitions({"t": range(6)}, states)
     assert assignments["a"].assigned == partitions(0, 1, 2)
     assert assignments["b"].assigned == partitions(3, 4, 5)
 
 
-def test_a_newcomer_gets_what_is_idle_at_once() -> None:
+def test_a_new_member_gets_idle_partitions_immediately() -> None:
     states = {
         "a": MemberState(1, partitions(0, 1, 2, 3), busy=partitions(2, 3)),
         "b": MemberState(),
@@ -49,21 +49,21 @@ def test_a_newcomer_gets_what_is_idle_at_once() -> None:
     assert assignments["b"] == Assignment(set(partitions(0, 1)), set())
 
 
-def test_what_is_held_stays_until_it_is_settled_and_then_moves() -> None:
+def test_a_busy_partition_moves_after_its_messages_are_settled() -> None:
     topics = {"t": range(4)}
     busy = MemberState(1, partitions(0, 1, 2, 3), busy=partitions(0, 1, 2, 3))
     first = assign_partitions(topics, {"a": busy, "b": MemberState()})
     assert first["a"].assigned == partitions(0, 1, 2, 3)
     assert len(first["a"].wanted) == 2
     assert first["b"].assigned == set()
-    given = first["a"].wanted
-    kept = busy.owned - given
+    handed_over = first["a"].wanted
+    kept = busy.owned - handed_over
     second = assign_partitions(topics, {"a": MemberState(2, kept, busy=kept), "b": MemberState(2)})
     assert second["a"] == Assignment(set(kept), set())
-    assert second["b"] == Assignment(set(given), set())
+    assert second["b"] == Assignment(set(handed_over), set())
 
 
-def test_who_is_about_to_go_keeps_only_what_it_holds() -> None:
+def test_a_leaving_member_keeps_only_busy_partitions() -> None:
     states = {
         "a": MemberState(4, partitions(0, 1, 2), busy=partitions(1), leaving=True),
         "b": MemberState(4),
@@ -73,30 +73,30 @@ def test_who_is_about_to_go_keeps_only_what_it_holds() -> None:
     assert assignments["b"].assigned == partitions(0, 2)
 
 
-def test_when_all_are_about_to_go_nobody_gets_what_nobody_holds() -> None:
+def test_idle_partitions_are_not_assigned_if_all_members_are_leaving() -> None:
     assignments = assign_partitions(
         {"t": range(3)}, {"a": MemberState(1, partitions(0, 1, 2), leaving=True)}
     )
     assert assignments == {"a": Assignment()}
 
 
-def test_of_two_that_claim_a_partition_the_later_has_it() -> None:
+def test_a_partition_with_two_owners_stays_with_the_later_generation() -> None:
     states = {
-        "ghost": MemberState(1, partitions(0), busy=partitions(0)),
-        "heir": MemberState(7, partitions(0), busy=partitions(0)),
+        "earlier": MemberState(1, partitions(0), busy=partitions(0)),
+        "later": MemberState(7, partitions(0), busy=partitions(0)),
     }
     assignments = assign_partitions({"t": [0]}, states)
-    assert assignments["heir"].assigned == partitions(0)
-    assert assignments["ghost"] == Assignment()
+    assert assignments["later"].assigned == partitions(0)
+    assert assignments["earlier"] == Assignment()
 
 
-def test_at_random_every_partition_has_one_owner_and_rounds_come_to_rest() -> None:
+def test_random_rebalances_keep_one_owner_per_partition_and_become_stable() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(50):
-        topics = {"t": range(dice.randrange(1, 20)), "t.retry": range(13)}
-        members = {f"m{number}": MemberState() for number in range(dice.randrange(1, 6))}
+        topics = {"t": range(rng.randrange(1, 20)), "t.retry": range(13)}
+        members = {f"m{number}": MemberState() for number in range(rng.randrange(1, 6))}
         for generation in range(1, 12):
             assignments = assign_partitions(topics, members)
             assigned = [
@@ -105,7 +105,7 @@ def test_at_random_every_partition_has_one_owner_and_rounds_come_to_rest() -> No
                 for partition in assignment.assigned
             ]
             assert len(assigned) == len(set(assigned)) == sum(map(len, topics.values()))
-            if generation < 6 and dice.random() < 0.3:
+            if generation < 6 and rng.random() < 0.3:
                 members[f"n{generation}"] = MemberState()
                 continue
             members = {
@@ -115,7 +115,7 @@ def test_at_random_every_partition_has_one_owner_and_rounds_come_to_rest() -> No
                     frozenset(
                         partition
                         for partition in assignment.assigned - assignment.wanted
-                        if dice.random() < 0.5
+                        if rng.random() < 0.5
                     ),
                 )
                 for member, assignment in assignments.items()
@@ -124,31 +124,31 @@ def test_at_random_every_partition_has_one_owner_and_rounds_come_to_rest() -> No
                 again = assign_partitions(topics, members)
                 assert {id: assignment.assigned for id, assignment in again.items()} == {
                     id: assignment.assigned for id, assignment in assignments.items()
-                }, "at rest nothing moves"
+                }, "a stable assignment changed"
 
 
-def test_the_group_s_protocol_carries_it() -> None:
-    heard: list[frozenset[Partition]] = []
+def test_state_and_assignment_survive_encoding_in_the_group_protocol() -> None:
+    reported: list[frozenset[Partition]] = []
     state = MemberState(3, partitions(0, 1), partitions(1), leaving=True)
     assert MemberState.decode(state.encode()) == state
-    assignor = Assignor(lambda: state, heard.append)
+    assignor = Assignor(lambda: state, reported.append)
     metadata = assignor.metadata({"t"})
-    said = type(metadata).decode(metadata.encode())
+    decoded = type(metadata).decode(metadata.encode())
 
     class Cluster:
         def partitions_for_topic(self, topic: str) -> set[int]:
             return {0, 1}
 
-    newcomer = MemberMetadata(0, ["t"], MemberState().encode())
-    assigned = assignor.assign(Cluster(), {"a": said, "b": newcomer})
+    new_member = MemberMetadata(0, ["t"], MemberState().encode())
+    assigned = assignor.assign(Cluster(), {"a": decoded, "b": new_member})
     mine = type(assigned["a"]).decode(assigned["a"].encode())
     assert set(mine.partitions()) == {Partition("t", 1)}
     assignor.on_assignment(mine)
-    assert heard == [partitions(1)]
+    assert reported == [partitions(1)]
     assignor.on_assignment(type(assigned["b"]).decode(assigned["b"].encode()))
-    assert heard[1] == frozenset()
+    assert reported[1] == frozenset()
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{", b"[1]", b'{"owned": [[1], "x", ["t", "0"]]}'])
-def test_a_member_that_says_nothing_we_understand_has_nothing(data: bytes | None) -> None:
+def test_invalid_user_data_of_a_member_is_decoded_as_an_empty_state(data: bytes | None) -> None:
     assert MemberState.decode(data) == MemberState()

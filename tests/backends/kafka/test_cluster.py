@@ -1,4 +1,4 @@
-"""The cluster as an administrator sees it: what it cannot tell yet is asked for again."""
+"""Admin requests: temporary errors are retried, and invalidated topics are looked up again."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ async def cluster(kafka_url: str) -> AsyncIterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("method", "ask"),
+    ("method", "call"),
     [
         ("list_consumer_groups", lambda cluster: cluster.groups()),
-        ("describe_consumer_groups", lambda cluster: cluster.members("nobody")),
-        ("find_coordinator", lambda cluster: cluster.delete_groups(["nobody"])),
+        ("describe_consumer_groups", lambda cluster: cluster.members("no-such-group")),
+        ("find_coordinator", lambda cluster: cluster.delete_groups(["no-such-group"])),
     ],
 )
-async def test_while_groups_are_loaded_it_asks_again(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, method: str, ask: Any
+async def test_a_request_is_retried_while_groups_are_loading(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, method: str, call: Any
 ) -> None:
     real = getattr(cluster._admin, method)
-    refusals = [errors.GroupLoadInProgressError(), errors.GroupCoordinatorNotAvailableError()]
+    failures = [errors.GroupLoadInProgressError(), errors.GroupCoordinatorNotAvailableError()]
 
     async def loading(*arguments: object) -> object:
-        if refusals:
-            raise refusals.pop()
+        if failures:
+            raise failures.pop()
         return await real(*arguments)
 
     monkeypatch.setattr(cluster._admin, method, loading)
-    await ask(cluster)
-    assert not refusals
+    await call(cluster)
+    assert not failures
 
 
-async def test_what_is_never_ready_is_unavailable_in_the_end(
+async def test_a_request_that_keeps_failing_raises_backend_unavailable(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def loading() -> object:
@@ -59,12 +59,12 @@ async def test_what_is_never_ready_is_unavailable_in_the_end(
         await cluster.groups()
 
 
-async def test_a_topic_that_is_not_there_has_no_offsets(cluster: Cluster) -> None:
+async def test_offsets_of_a_missing_topic_raise_queue_not_found(cluster: Cluster) -> None:
     with pytest.raises(QueueNotFound):
         await cluster.offsets(f"k-{uuid.uuid4().hex[:10]}", LATEST)
 
 
-async def test_a_topic_that_must_be_looked_at_again_keeps_its_last_known_partitions(
+async def test_an_invalidated_topic_keeps_its_last_known_partitions_until_its_next_use(
     cluster: Cluster,
 ) -> None:
     topic = f"k-{uuid.uuid4().hex[:10]}"
@@ -72,8 +72,8 @@ async def test_a_topic_that_must_be_looked_at_again_keeps_its_last_known_partiti
     await cluster.create(topic, 3, 1, {})
     assert await cluster.partitions(topic, "publish") == 3
     cluster.last_known_partitions[topic] = 2
-    assert await cluster.partitions(topic, "publish") == 2  # from memory
-    cluster.forget(topic)
+    assert await cluster.partitions(topic, "publish") == 2  # cached
+    cluster.invalidate(topic)
     assert cluster.last_known_partitions[topic] == 2
     assert await cluster.partitions(topic, "publish") == 3
     await cluster.delete([topic])
@@ -85,18 +85,18 @@ async def test_a_topic_exists_while_one_of_its_partitions_has_no_leader(
 ) -> None:
     topic = f"k-{uuid.uuid4().hex[:10]}"
     await cluster.create(topic, 3, 1, {})
-    real = cluster._ask
+    real = cluster._exchange
 
-    async def ask(request: Any, node: int | None = None) -> Any:
+    async def without_leader(request: Any, node: int | None = None) -> Any:
         answer = await real(request, node)
         for _, name, _, partitions in getattr(answer, "topics", ()) if node is None else ():
             if name == topic:
-                error, number, _, *rest = partitions[0]
-                partitions[0] = (error, number, -1, *rest)
+                error, number, _, *others = partitions[0]
+                partitions[0] = (error, number, -1, *others)
         return answer
 
-    monkeypatch.setattr(cluster, "_ask", ask)
-    assert await cluster.look(topic) == 3
+    monkeypatch.setattr(cluster, "_exchange", without_leader)
+    assert await cluster.count_partitions(topic) == 3
     monkeypatch.setattr(cluster._parameters, "timeout", 0.2)
     with pytest.raises(BackendUnavailable):
         await cluster.offsets(topic, LATEST)

@@ -1,4 +1,4 @@
-"""What is touched inside the driver is still there, and does what it should."""
+"""Driver internals: those that are used exist, and only ``driver.py`` uses them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from aiokafka.protocol.admin import SaslAuthenticateRequest
 from qkit.backends.kafka import driver
 from qkit.errors import ConfigError, SendTimeout
 
-NAMED_TUPLE = {"_replace", "_asdict", "_fields"}  # public, in spite of their names
+NAMED_TUPLE = {"_replace", "_asdict", "_fields"}  # public despite their names
 
 
-def test_the_driver_s_log_never_holds_a_password(caplog: pytest.LogCaptureFixture) -> None:
-    """At DEBUG it writes every request down, the one with the password too."""
+def test_the_log_of_the_driver_contains_no_password(caplog: pytest.LogCaptureFixture) -> None:
+    """At DEBUG the driver logs every request, including the one with the password."""
     request = SaslAuthenticateRequest(b"\x00me\x00canary").prepare({36: (0, 1)})
     assert "canary" in str(request)
     logger = logging.getLogger("aiokafka.conn")
@@ -31,11 +31,11 @@ def test_the_driver_s_log_never_holds_a_password(caplog: pytest.LogCaptureFixtur
     assert "metadata" in caplog.text
 
 
-async def test_a_batch_that_waits_to_be_tried_again_can_be_given_up() -> None:
-    """The driver's own callback would not find it among those that are on their way."""
+async def test_a_batch_that_awaits_a_retry_can_fail_after_its_producer_is_closed() -> None:
+    """The driver's callback would otherwise not find the batch among the pending ones."""
     loop = asyncio.get_running_loop()
-    accidents: list[dict[str, Any]] = []
-    loop.set_exception_handler(lambda loop, context: accidents.append(context))
+    unhandled: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda loop, context: unhandled.append(context))
     producer = driver.Producer(bootstrap_servers="127.0.0.1:1")
     accumulator = producer._message_accumulator
     partition = driver.Partition("q", 0)
@@ -43,14 +43,14 @@ async def test_a_batch_that_waits_to_be_tried_again_can_be_given_up() -> None:
     assert accumulator._pop_batch(partition) is batch
     accumulator.reenqueue(batch)
     await driver.close_producer(producer, flush=0.0)
-    batch.future.set_exception(SendTimeout("given up"))
-    await asyncio.sleep(0)  # its callbacks
+    batch.future.set_exception(SendTimeout("not confirmed"))
+    await asyncio.sleep(0)  # let the callbacks run
     assert isinstance(batch.future.exception(), SendTimeout)
-    assert accidents == []
+    assert unhandled == []
 
 
-async def test_each_of_ten_batches_in_line_has_the_whole_timeout() -> None:
-    """The driver's own wait subtracts the time of all earlier turns again at each turn."""
+async def test_each_of_ten_waiting_batches_gets_the_whole_timeout() -> None:
+    """The driver's own wait subtracts the time of all earlier iterations in each iteration."""
     producer = driver.Producer(bootstrap_servers="127.0.0.1:1", request_timeout_ms=10_000)
     accumulator = producer._message_accumulator
     partition = driver.Partition("q", 0)
@@ -62,14 +62,14 @@ async def test_each_of_ten_batches_in_line_has_the_whole_timeout() -> None:
         sends.append(asyncio.create_task(driver.send_batch(producer, batch, first, partition)))
     for send in sends:
         future, _ = await send
-        await asyncio.sleep(0.3)  # with the driver's own wait the eighth send fails
+        await asyncio.sleep(0.3)  # with the driver's own wait, the eighth send would fail
         accumulator._pop_batch(partition)
         future.cancel()
     await driver.close_producer(producer, flush=0.0)
 
 
-async def test_what_is_used_of_the_driver_s_inside_exists() -> None:
-    """A new version that moves one of them fails here, and not in the middle of an outage."""
+async def test_all_internals_of_the_driver_that_are_used_exist() -> None:
+    """A driver version that lacks one of them fails here, not during an outage."""
     consumer = driver.Consumer(group_id="g", bootstrap_servers="127.0.0.1:1")
     producer = driver.Producer(bootstrap_servers="127.0.0.1:1", enable_idempotence=True)
     admin = driver.Admin(bootstrap_servers="127.0.0.1:1")
@@ -78,7 +78,7 @@ async def test_what_is_used_of_the_driver_s_inside_exists() -> None:
         assert callable(client._metadata_update)
         assert callable(client._get_conn)
         assert client._conns == {}
-        assert driver.create_nothing(user) is user
+        assert driver.disable_topic_creation(user) is user
     for name in ("_coordinator", "_fetcher", "_client", "_group_id", "_closed"):
         assert hasattr(consumer, name)
     assert producer._sender.sender_task is None
@@ -101,33 +101,33 @@ async def test_what_is_used_of_the_driver_s_inside_exists() -> None:
     await driver.close_admin(admin)
 
 
-async def test_a_version_without_an_internal_is_refused_before_it_connects(
+async def test_a_driver_without_an_internal_is_rejected_before_it_connects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(GroupCoordinator, "_stop_heartbeat_task")
     consumer = driver.Consumer(group_id="g", bootstrap_servers="127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"no GroupCoordinator._stop_heartbeat_task; install"):
-        driver.create_nothing(consumer)
+        driver.disable_topic_creation(consumer)
     await driver.close_consumer(consumer)
     producer = driver.Producer(bootstrap_servers="127.0.0.1:1")
     monkeypatch.delattr(type(producer._message_accumulator), "_append_batch")
     with pytest.raises(ConfigError, match=r"no MessageAccumulator._append_batch; install"):
-        driver.create_nothing(producer)
+        driver.disable_topic_creation(producer)
     await driver.close_producer(producer, flush=0.0)
 
 
-async def test_a_version_whose_requests_are_lists_is_refused(
+async def test_a_driver_whose_request_classes_are_lists_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in aiokafka 0.12."""
+    """In aiokafka 0.12 they are lists of classes, one for each version."""
     admin = driver.Admin(bootstrap_servers="127.0.0.1:1")
     monkeypatch.setattr(driver._metadata, "MetadataRequest", [])
     with pytest.raises(ConfigError, match=r"no MetadataRequest\(\)"):
-        driver.create_nothing(admin)
+        driver.disable_topic_creation(admin)
     await driver.close_admin(admin)
 
 
-def test_no_other_module_touches_a_private_attribute_of_the_driver() -> None:
+def test_no_other_module_uses_a_private_attribute_of_the_driver() -> None:
     package = Path(driver.__file__).parent
     for path in sorted(package.glob("*.py")):
         if path.name != "driver.py":
@@ -138,7 +138,7 @@ def test_a_private_attribute_of_another_object_is_found() -> None:
     source = """
 from aiokafka.record import default_records
 from aiokafka.record.default_records import _DefaultRecordBatchPy
-class Ours:
+class Example:
     def of_this_object(self): return self._consumer
     def of_the_driver(self): return self._consumer._client, default_records._Parser
     def by_name(self): return getattr(self._consumer, "_fetcher"), type(self).__name__
@@ -153,7 +153,7 @@ class Ours:
 
 
 def foreign_private_attributes(tree: ast.Module) -> list[str]:
-    """Uses of private names that belong neither to ``self`` or ``cls`` nor to a named tuple."""
+    """Return uses of private names, except those of ``self``, ``cls`` and named tuples."""
     found: list[str] = []
     for node in ast.walk(tree):
         match node:
@@ -177,12 +177,14 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLE
 
 
-async def test_a_batch_has_a_word_for_whoever_waits_who_may_go_away(kafka_url: str) -> None:
+async def test_cancelling_the_future_of_a_message_does_not_cancel_that_of_its_batch(
+    kafka_url: str,
+) -> None:
     producer = driver.Producer(bootstrap_servers=kafka_url.removeprefix("kafka://"))
     await producer.start()
     try:
         topic = f"k-{uuid.uuid4().hex[:10]}"
-        for number in range(3):  # the first has to ask for the topic, the next ones need not
+        for number in range(3):  # only the first send requests metadata
             batch = producer.create_batch()
             first = batch.append(key=None, value=b"a", timestamp=None)
             batch.append(key=None, value=b"b", timestamp=None)

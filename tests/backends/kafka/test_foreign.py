@@ -1,4 +1,4 @@
-"""Whatever another program may write to Kafka is handled or dead-lettered, and the next arrives."""
+"""Foreign messages: each is handled or dead-lettered, and never blocks the next message."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 
 LATIN = b"caf\xe9"
-SPACE = b" " * 500  # JSON allows it, and the driver compresses only what gets smaller
+SPACE = b" " * 500  # JSON prefix that compresses well; the driver compresses only to save bytes
 CODECS = ["gzip", "snappy", "lz4", "zstd"]
 accumulator: Any = aiokafka.producer.message_accumulator
 python_builder: Any = _DefaultRecordBatchBuilderPy
@@ -41,7 +41,7 @@ Foreign = tuple[bytes | None, bytes | None, list[tuple[bytes, bytes | None]]]
 
 
 class RawName(str):
-    """The name of a header that is written as these bytes."""
+    """Header name that encodes to the given bytes."""
 
     raw: bytes
 
@@ -56,13 +56,13 @@ class RawName(str):
 
 
 class Program:
-    """Another program that sends; names of headers are bytes."""
+    """Producer of foreign messages, whose header names may be any bytes."""
 
     def __init__(self, url: str, compression: str | None) -> None:
         self._producer = AIOKafkaProducer(bootstrap_servers=url, compression_type=compression)
 
     async def send_together(self, topic: str, messages: list[Foreign], partition: int = 0) -> None:
-        """All messages in one batch."""
+        """Send all messages in one batch."""
         batch = self._producer.create_batch()
         for key, value, headers in messages:
             named = [(RawName.of(name), content) for name, content in headers]
@@ -83,7 +83,7 @@ async def program(url: str, compression: str | None = None) -> AsyncGenerator[Pr
 
 @pytest.fixture(autouse=True)
 def write_raw_names() -> Generator[None, None, None]:
-    """Let the driver write batches in Python, where the name of a header may be any bytes."""
+    """Make the driver write batches in Python code, which allows any bytes in a header name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accumulator, "DefaultRecordBatchBuilder", python_builder)
         yield
@@ -104,7 +104,7 @@ async def backend(kafka_url: str) -> AsyncGenerator[KafkaBackend, None]:
 
 @pytest.fixture(params=["C", "Python"])
 def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both parsers of the driver: the extension in C may be missing."""
+    """Run the test with both parsers of the driver; its C extension is optional."""
     if request.param == "Python":
         records: Any = aiokafka.record.memory_records
         monkeypatch.setattr(records, "DefaultRecordBatch", driver._BatchParser)
@@ -119,7 +119,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def without_codec(monkeypatch: pytest.MonkeyPatch, has: str) -> None:
-    """Let the driver read as if a codec were not installed; others can still write with it."""
+    """Make the driver read as if a codec were not installed; it can still write."""
     parser: Any = aiokafka.record._crecords.default_records
     codecs: dict[str, Any] = {**vars(aiokafka.codec), has: lambda: False}
     monkeypatch.setattr(parser, "codecs", types.SimpleNamespace(**codecs))
@@ -131,7 +131,7 @@ def kept(headers: Mapping[str, str]) -> dict[str, bytes]:
 
 
 class Worker:
-    """A service whose handler takes whole numbers."""
+    """Service whose handler accepts integers."""
 
     def __init__(self, url: str, queue: str, **more: Any) -> None:
         self.service = QueueService(Settings(type="kafka", url=url, **more))
@@ -147,7 +147,7 @@ class Worker:
     def has(self, body: bytes) -> bool:
         return any(message.body == body for message in self.got)
 
-    async def next_arrives(self) -> None:
+    async def assert_next_is_delivered(self) -> None:
         await self.service.send(self.queue, 8)
         await eventually(lambda: self.has(b"8"))
         self.got[:] = [message for message in self.got if message.body != b"8"]
@@ -156,17 +156,17 @@ class Worker:
     async def letters(self, count: int = 1) -> list[DeadLetter]:
         found: list[DeadLetter] = []
 
-        async def there() -> bool:
+        async def complete() -> bool:
             found[:] = await self.service.dead_letters(self.queue).list(1_000)
             return len(found) >= count
 
-        await eventually(there)
+        await eventually(complete)
         return found
 
 
 @pytest.mark.usefixtures("parser")
 @pytest.mark.parametrize("compression", [None, "gzip"])
-async def test_a_header_name_that_is_not_utf_8_stops_nothing(
+async def test_a_header_name_that_is_not_utf_8_does_not_stop_the_consumer(
     kafka_url: str, name: str, compression: str | None
 ) -> None:
     batch: list[Foreign] = [
@@ -191,10 +191,10 @@ async def test_a_header_name_that_is_not_utf_8_stops_nothing(
             r"header:caf\xe9": LATIN,
             r"name:\xff\xfe": b"\xff\xfe",
         }
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()
 
 
-async def test_peek_and_ranges_show_what_has_a_name_that_is_not_utf_8(
+async def test_peek_and_read_range_return_records_with_header_names_that_are_not_utf_8(
     kafka_url: str, backend: KafkaBackend, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -213,7 +213,7 @@ async def test_peek_and_ranges_show_what_has_a_name_that_is_not_utf_8(
     assert [(offset, envelope.body) for offset, envelope in middle] == [(1, b"2"), (2, b"")]
 
 
-async def test_what_is_not_utf_8_keeps_its_bytes_when_it_is_retried_and_replayed(
+async def test_bytes_that_are_not_utf_8_are_kept_by_a_retry_and_a_replay(
     kafka_url: str, backend: KafkaBackend, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -236,7 +236,7 @@ async def test_what_is_not_utf_8_keeps_its_bytes_when_it_is_retried_and_replayed
 
 
 @pytest.mark.parametrize("compression", CODECS)
-async def test_a_batch_of_every_compression_is_read(
+async def test_batches_with_any_compression_are_read(
     kafka_url: str, name: str, compression: str
 ) -> None:
     worker = Worker(kafka_url, name)
@@ -245,13 +245,13 @@ async def test_a_batch_of_every_compression_is_read(
         await other.send_together(name, [(None, number, []) for number in numbers])
         await eventually(lambda: len(worker.got) >= 20)
         assert [message.body for message in worker.got] == numbers
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()
 
 
-async def test_a_codec_that_is_missing_is_an_error_and_skips_nothing(
+async def test_a_missing_codec_is_reported_and_no_message_is_skipped(
     kafka_url: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker was started without the codec: it says so until it has it."""
+    """The service reports the missing codec until it is installed, then handles all messages."""
     worker = Worker(kafka_url, name)
     async with program(kafka_url, "lz4") as packed, program(kafka_url) as plain:
         async with worker.service:
@@ -261,15 +261,15 @@ async def test_a_codec_that_is_missing_is_an_error_and_skips_nothing(
             await plain.send_together(name, [(None, b"4", [])])
             await eventually(lambda: not worker.service.ready)
             await eventually(lambda: worker.service.health_check().consumers[0].failing)
-            for _ in range(30):  # across new subscriptions, which open well and then fail again
+            for _ in range(30):  # long enough for several subscriptions to open and fail
                 await asyncio.sleep(0.1)
                 health = worker.service.health_check()
                 assert (health.status, worker.service.ready) == ("unhealthy", False)
                 assert "cramjam" in (health.last_error or "")
                 assert "'kafka'" in (health.last_error or "")
             assert {message.body for message in worker.got} <= {b"1"}
-            tries = caplog.text.count("subscribing again in")
-            assert 1 <= tries <= 10, "not in a tight loop"
+            attempts = caplog.text.count("subscribing again in")
+            assert 1 <= attempts <= 10, "subscribed in a tight loop"
             monkeypatch.undo()
             await eventually(lambda: worker.has(b"4"))
             bodies = [message.body for message in worker.got]
@@ -277,7 +277,7 @@ async def test_a_codec_that_is_missing_is_an_error_and_skips_nothing(
             await eventually(lambda: worker.service.ready)
 
 
-async def test_peek_names_the_codec_that_is_missing(
+async def test_peek_names_the_missing_codec(
     kafka_url: str, backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -306,9 +306,7 @@ records = st.tuples(
 )
 
 
-async def test_anything_another_client_may_write_is_handled_or_dead_lettered(
-    kafka_url: str, name: str
-) -> None:
+async def test_any_foreign_record_is_handled_or_dead_lettered(kafka_url: str, name: str) -> None:
     batches: list[tuple[str | None, list[Foreign]]] = []
 
     @settings(
@@ -331,7 +329,7 @@ async def test_anything_another_client_may_write_is_handled_or_dead_lettered(
                 for each, messages in batches:
                     if each == compression:
                         await other.send_together(name, messages)
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()
         sent = sum(len(messages) for _, messages in batches)
         letters = await worker.letters(sent - len(worker.got))
         assert len(letters) + len(worker.got) == sent
@@ -339,4 +337,4 @@ async def test_anything_another_client_may_write_is_handled_or_dead_lettered(
             json.dumps(dict(letter.headers), ensure_ascii=False).encode()
             (letter.message_id + (letter.key or "")).encode()
         await worker.service.dead_letters(name).replay()
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()

@@ -1,4 +1,4 @@
-"""A consumer's place in its group when something unforeseen happens in a rebalance."""
+"""Group membership: new groups, unexpected errors in a rebalance, and lost deliveries."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ async def backend(kafka_url: str) -> AsyncIterator[KafkaBackend]:
     await backend.aclose()
 
 
-def everywhere(prefix: str) -> list[Envelope]:
-    """So many, with keys, that each of four partitions has some."""
+def keyed_messages(prefix: str) -> list[Envelope]:
+    """Return messages with random keys, enough to reach each of four partitions."""
     return [Envelope(f"{prefix} {number}", b"", key=new_id()) for number in range(40)]
 
 
-# A new group of a topic
+# New groups of a topic
 
 
-async def test_members_of_a_new_group_that_join_together_all_begin_at_the_end(
+async def test_members_of_a_new_group_that_join_together_all_start_at_the_end(
     backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the first has marked of its own share must not make the others' look older."""
+    """After one member commits, the other partitions must not look like partitions added later."""
     await backend.declare(QueueSpec(name=name, broadcast=True))
-    await backend.publish(name, everywhere("old"))
+    await backend.publish(name, keyed_messages("old"))
     take_over = GroupMembership._take_over
 
-    async def share(membership: GroupMembership, partitions: set[Any]) -> None:
+    async def take_half(membership: GroupMembership, partitions: set[Any]) -> None:
         await take_over(
             membership, {partition for partition in partitions if partition.partition % 2}
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr(GroupMembership, "_take_over", share)
+        patch.setattr(GroupMembership, "_take_over", take_half)
         async with backend.subscribe(spec(name, broadcast=True)):
             pass
-    sent = everywhere("new")
+    sent = keyed_messages("new")
     async with backend.subscribe(spec(name, broadcast=True)) as second:
         await backend.publish(name, sent)
         got: set[str] = set()
@@ -69,105 +69,105 @@ async def test_members_of_a_new_group_that_join_together_all_begin_at_the_end(
     assert got == {envelope.id for envelope in sent}
 
 
-async def test_a_group_that_exists_goes_on_where_it_was(backend: KafkaBackend, name: str) -> None:
+async def test_an_existing_group_continues_at_its_committed_offsets(
+    backend: KafkaBackend, name: str
+) -> None:
     await backend.declare(QueueSpec(name=name, broadcast=True))
     async with backend.subscribe(spec(name, broadcast=True)):
         pass
-    sent = everywhere("while it was away")
+    sent = keyed_messages("without members")
     await backend.publish(name, sent)
-    async with backend.subscribe(spec(name, broadcast=True)) as again:
-        # Another that comes now must not move the marks of those who are there.
-        await again.membership._found()
+    async with backend.subscribe(spec(name, broadcast=True)) as member:
+        # Another joining member must not change the commits.
+        await member.membership._initialize_group()
         got: set[str] = set()
         async with asyncio.timeout(60):
             while len(got) < len(sent):
-                got |= {delivery.envelope.id for delivery in await again.receive(100)}
+                got |= {delivery.envelope.id for delivery in await member.receive(100)}
 
 
-async def test_a_group_with_members_is_not_marked_from_outside(
+async def test_the_commits_of_a_group_with_members_are_not_overwritten(
     backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await backend.declare(QueueSpec(name=name, broadcast=True))
     async with backend.subscribe(spec(name, broadcast=True)) as member:
         before = await backend._cluster.committed(member.group, [name])
-        await backend.publish(name, everywhere("new"))
+        await backend.publish(name, keyed_messages("new"))
 
-        async def nothing(*arguments: object) -> dict[Any, Any]:
-            return {}  # it looked just before the member began
+        async def no_commits(*arguments: object) -> dict[Any, Any]:
+            return {}  # as in a request just before the member joined
 
-        monkeypatch.setattr(backend._cluster, "committed_of", nothing)
-        await member.membership._found()
+        monkeypatch.setattr(backend._cluster, "committed_of", no_commits)
+        await member.membership._initialize_group()
         monkeypatch.undo()
         assert await backend._cluster.committed(member.group, [name]) == before
         assert len(before) == 4
 
 
-# What nobody foresaw
+# Unexpected errors
 
 
-async def stumble(*arguments: object) -> None:
-    raise KeyError("nobody foresaw this")
+async def fail(*arguments: object) -> None:
+    raise KeyError("unexpected")
 
 
-async def test_an_accident_in_the_first_rebalance_is_told_at_once(
+async def test_an_error_in_the_first_rebalance_fails_the_subscription_immediately(
     backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver would log it and go on, and the consumer would wait for ever."""
+    """The driver would only log the error, and the consumer would wait forever."""
 
-    monkeypatch.setattr(GroupMembership, "_take_over", stumble)
+    monkeypatch.setattr(GroupMembership, "_take_over", fail)
     await backend.declare(QueueSpec(name=name))
     async with asyncio.timeout(60):
-        with pytest.raises(SubscriptionLost, match="nobody foresaw this"):
+        with pytest.raises(SubscriptionLost, match="unexpected"):
             async with backend.subscribe(spec(name)):
                 pass
 
 
-async def test_an_accident_in_a_later_rebalance_breaks_the_subscription(
+async def test_an_error_in_a_later_rebalance_breaks_the_subscription(
     backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await backend.declare(QueueSpec(name=name))
     async with backend.subscribe(spec(name)) as subscription:
-        monkeypatch.setattr(subscription.membership, "_take_over", stumble)
+        monkeypatch.setattr(subscription.membership, "_take_over", fail)
         driver.rejoin(subscription.membership._consumer)
         await eventually(lambda: subscription.membership.broken)
-        with pytest.raises(SubscriptionLost, match="nobody foresaw this"):
+        with pytest.raises(SubscriptionLost, match="unexpected"):
             await subscription.receive(1)
 
 
-async def test_an_accident_at_the_beginning_of_a_rebalance_breaks_the_subscription(
+async def test_an_error_at_the_start_of_a_rebalance_breaks_the_subscription(
     backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await backend.declare(QueueSpec(name=name))
     async with backend.subscribe(spec(name)) as subscription:
         with monkeypatch.context() as patch:
-            patch.setattr(subscription.membership, "_commit", stumble)
+            patch.setattr(subscription.membership._committer, "commit", fail)
             await subscription.membership.revoked()
-        with pytest.raises(SubscriptionLost, match="nobody foresaw this"):
+        with pytest.raises(SubscriptionLost, match="unexpected"):
             await subscription.receive(1)
 
 
-# What is lost
+# Lost deliveries
 
 
-async def test_every_loss_of_what_is_held_is_reported_once(
-    backend: KafkaBackend, name: str
-) -> None:
+async def test_each_lost_delivery_is_reported_once(backend: KafkaBackend, name: str) -> None:
     await backend.declare(QueueSpec(name=name))
-    await backend.publish(name, everywhere("here"))
+    await backend.publish(name, keyed_messages("message"))
     async with backend.subscribe(spec(name)) as subscription:
         assert isinstance(subscription, LossReporting)
-        told: list[Delivery] = []
-        subscription.on_lost(told.extend)
+        reported: list[Delivery] = []
+        subscription.on_lost(reported.extend)
         held: list[Delivery] = []
         async with asyncio.timeout(60):
             while len(held) < 40:
                 held += await subscription.receive(100)
-        one = driver.Partition(name, 0)
-        of_one = [delivery for delivery in held if delivery.receipt.partition == one]  # type: ignore[attr-defined]  # a receipt is the backend's
-        await subscription.ack(of_one[0])
-        stays = set(subscription.membership.trackers) - {one}
-        await subscription.membership._take_over(stays)
-        assert told == of_one[1:]
+        first = driver.Partition(name, 0)
+        of_first = [delivery for delivery in held if delivery.receipt.partition == first]  # type: ignore[attr-defined]  # the type of a receipt is private to the backend
+        await subscription.ack(of_first[0])
+        kept = set(subscription.membership.trackers) - {first}
+        await subscription.membership._take_over(kept)
+        assert reported == of_first[1:]
         subscription.membership.fail(SubscriptionLost("broken"))
-        assert len(told) == 39
-        assert {*told, of_one[0]} == set(held)
+        assert len(reported) == 39
+        assert {*reported, of_first[0]} == set(held)

@@ -1,4 +1,4 @@
-"""Publishing by partition: independent of each other, in order, and given up in time."""
+"""Publishing: partitions are independent and ordered, and unconfirmed batches fail in time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from qkit import PublishGroups, QueueService, Settings
 from qkit._internal.ids import new_id
 from qkit.backend import QueueSpec
-from qkit.backends.kafka.backend import SET_ASIDE, KafkaBackend
+from qkit.backends.kafka.backend import RETRY_TOPIC_GROUP, KafkaBackend
 from qkit.backends.kafka.driver import Partition, partition_of
 from qkit.message import GROUP, Envelope, Sent
 from tests.support.waiting import eventually
@@ -31,7 +31,7 @@ def name() -> str:
 
 @pytest_asyncio.fixture
 async def backend(kafka_url: str, name: str) -> AsyncIterator[KafkaBackend]:
-    """A backend whose producer has sent to every partition of a queue."""
+    """Yield a backend whose producer has sent one message to each partition of a queue."""
     backend = KafkaBackend(kafka_url, partitions=PARTITIONS, heartbeat=0.2)
     await backend.start()
     await backend.declare(QueueSpec(name=name))
@@ -56,7 +56,7 @@ def producer_of(backend: KafkaBackend) -> Any:
 
 
 class Stall:
-    """Partitions whose leader the producer does not know: their batches wait in the driver."""
+    """Partitions that have no known leader, so that their batches wait in the driver."""
 
     def __init__(self, backend: KafkaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
         self.partitions: set[int] = set()
@@ -80,7 +80,7 @@ async def bodies(backend: KafkaBackend, queue: str, partition: int) -> list[int]
     return [int(envelope.body) for _, envelope in found]
 
 
-async def test_a_partition_that_does_not_answer_delays_no_other_and_each_key_keeps_its_order(
+async def test_a_stalled_partition_does_not_delay_others_and_keys_keep_their_order(
     backend: KafkaBackend, name: str, stall: Stall
 ) -> None:
     async with QueueService(
@@ -91,7 +91,7 @@ async def test_a_partition_that_does_not_answer_delays_no_other_and_each_key_kee
             key: [asyncio.create_task(service.send(name, number, key=key)) for number in range(50)]
             for key in KEYS
         }
-        async with asyncio.timeout(5):  # they would wait for the first as long as a send may take
+        async with asyncio.timeout(5):  # much shorter than the timeout of the stalled sends
             for key in KEYS[1:]:
                 await asyncio.gather(*sends[key])
         assert not any(send.done() for send in sends[KEYS[0]])
@@ -103,7 +103,7 @@ async def test_a_partition_that_does_not_answer_delays_no_other_and_each_key_kee
             assert await bodies(backend, name, partition) == expected
 
 
-async def test_a_batch_that_is_given_up_leaves_the_others_a_moment_to_be_confirmed(
+async def test_other_batches_can_be_confirmed_after_one_batch_timed_out(
     backend: KafkaBackend, name: str, stall: Stall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = backend._publisher
@@ -122,7 +122,7 @@ async def test_a_batch_that_is_given_up_leaves_the_others_a_moment_to_be_confirm
         await lost
 
 
-async def test_a_partition_that_was_added_since_the_producer_looked_takes_messages(
+async def test_a_partition_added_after_the_producer_loaded_metadata_accepts_messages(
     kafka_url: str, backend: KafkaBackend, name: str
 ) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka_url)
@@ -131,6 +131,11 @@ async def test_a_partition_that_was_added_since_the_producer_looked_takes_messag
         await admin.create_partitions({name: NewPartitions(total_count=PARTITIONS + 2)})
     finally:
         await admin.close()
+
+    async def has_new_partitions() -> bool:  # the broker applies the change asynchronously
+        return await backend._cluster.count_partitions(name) == PARTITIONS + 2
+
+    await eventually(has_new_partitions)
     await backend.declare(QueueSpec(name=name))
     key = next(
         key
@@ -143,10 +148,10 @@ async def test_a_partition_that_was_added_since_the_producer_looked_takes_messag
     assert await bodies(backend, name, PARTITIONS + 1) == [7]
 
 
-# Groups
+# Publish groups
 
 
-async def test_a_message_goes_to_the_partition_that_its_group_names(
+async def test_a_message_goes_to_the_partition_of_its_publish_group(
     backend: KafkaBackend, name: str
 ) -> None:
     assert isinstance(backend, PublishGroups)
@@ -156,7 +161,7 @@ async def test_a_message_goes_to_the_partition_that_its_group_names(
         assert await bodies(backend, name, partition) == [0, 1]
 
 
-async def test_messages_without_a_key_stay_in_a_group_for_some_kilobytes(
+async def test_messages_without_a_key_change_their_publish_group_every_16_kib(
     backend: KafkaBackend, name: str
 ) -> None:
     groups = [backend.publish_group(name, Envelope(new_id(), bytes(1_000))) for _ in range(68)]
@@ -164,27 +169,29 @@ async def test_messages_without_a_key_stay_in_a_group_for_some_kilobytes(
     assert sum(a != b for a, b in itertools.pairwise(groups)) == PARTITIONS - 1
 
 
-async def test_a_group_whose_partition_is_gone_chooses_anew(
+async def test_a_new_partition_is_chosen_if_that_of_the_publish_group_no_longer_exists(
     backend: KafkaBackend, name: str
 ) -> None:
-    """The topic was deleted and created with fewer partitions while the message waited."""
+    """A topic may be deleted and created with fewer partitions while a message waits."""
     await backend.publish_in_group(name, 99, [Envelope(new_id(), b"5", key=KEYS[2])])
     assert await bodies(backend, name, 2) == [0, 5]
 
 
-async def test_what_is_set_aside_has_a_group_of_its_own(backend: KafkaBackend, name: str) -> None:
+async def test_messages_for_the_retry_topic_have_a_separate_publish_group(
+    backend: KafkaBackend, name: str
+) -> None:
     delayed = Envelope(new_id(), b"1", key=KEYS[0], not_before=time.time() + 60)
-    assert backend.publish_group(name, delayed) == SET_ASIDE
+    assert backend.publish_group(name, delayed) == RETRY_TOPIC_GROUP
     due = Envelope(new_id(), b"2", key=KEYS[0], not_before=time.time() - 1)
     assert backend.publish_group(name, due) == 0
     replayed = Envelope(new_id(), b"3", {GROUP: "billing"}, key=KEYS[0])
-    assert backend.publish_group(name, replayed) == 0  # the queue has one group of consumers
-    await backend.publish_in_group(name, SET_ASIDE, [delayed])
+    assert backend.publish_group(name, replayed) == 0  # a queue has only one consumer group
+    await backend.publish_in_group(name, RETRY_TOPIC_GROUP, [delayed])
     assert (await backend.stats(name)).scheduled == 1
     assert await bodies(backend, name, 0) == [0]
 
 
-async def test_a_topic_that_is_not_known_and_a_queue_with_a_limit_are_one_group(
+async def test_an_unknown_topic_and_a_queue_with_max_depth_have_no_publish_groups(
     backend: KafkaBackend, name: str
 ) -> None:
     envelopes = [Envelope(new_id(), b"1", key=key) for key in KEYS]
@@ -194,10 +201,10 @@ async def test_a_topic_that_is_not_known_and_a_queue_with_a_limit_are_one_group(
     assert {backend.publish_group(name, each) for each in envelopes} == {None}
 
 
-async def test_a_key_of_another_program_keeps_its_partition(
+async def test_a_foreign_key_that_is_not_utf_8_keeps_its_partition(
     backend: KafkaBackend, name: str
 ) -> None:
-    """Its bytes are not UTF-8: the text of such a key has another hash."""
+    """The text of such a key hashes differently from its bytes."""
     raw = next(
         key
         for key in (bytes([255, number]) for number in range(256))

@@ -1,4 +1,4 @@
-"""The reader of the waiting room, with a driver that answers as told."""
+"""Consumer of the retry topic, with a fake driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Record(NamedTuple):
 
 
 class Consumer:
-    """Finds what it is told, once; ``found`` is called when the answer is on its way."""
+    """Driver consumer that returns the records once and then calls ``found``."""
 
     def __init__(self, records: list[Record], found: Callable[[], None]) -> None:
         self._records = records
@@ -53,40 +53,40 @@ class Consumer:
         return {TIER: self._records}
 
 
-def reader(ready: Callable[[FetchedMessage], None]) -> RetryTopicConsumer:
-    nobody: Any = None
+def retry_consumer(on_due: Callable[[FetchedMessage], None]) -> RetryTopicConsumer:
+    unused_publisher: Any = None
     return RetryTopicConsumer(
         ConnectionParameters("127.0.0.1:1"),
-        nobody,
+        unused_publisher,
         topic="q.retry",
         group=None,
         clock=SystemClock(),
-        ready=ready,
-        settled=lambda tracker: None,
-        ended=lambda task: None,
+        on_due=on_due,
+        on_settled=lambda tracker: None,
+        on_task_done=lambda task: None,
     )
 
 
-async def test_what_was_read_before_a_tier_came_back_is_not_taken_for_what_is_read_now() -> None:
-    """Otherwise all that lies between the two would be committed and never delivered."""
-    ready: list[FetchedMessage] = []
-    delays = reader(ready.append)
+async def test_records_polled_before_a_tier_was_reassigned_are_ignored() -> None:
+    """Otherwise offsets 40 to 49 would be committed without being delivered."""
+    due: list[FetchedMessage] = []
+    subject = retry_consumer(due.append)
     before, after = OffsetTracker(40), OffsetTracker(40)
     for offset in range(40, 50):
         before.read(offset)
 
     def rebalance() -> None:
         before.lost = True
-        delays.assign({TIER: after})
+        subject.assign({TIER: after})
 
     consumer = Consumer([Record(50, timestamp=round(time.time() * 1000))], rebalance)
-    delays._consumer = consumer
-    delays.assign({TIER: before})
-    running = asyncio.create_task(delays._run())
+    subject._consumer = consumer
+    subject.assign({TIER: before})
+    running = asyncio.create_task(subject._run())
     try:
         await eventually(lambda: consumer.polls == 2)
     finally:
         running.cancel()
         await asyncio.wait({running})
-    assert consumer.seeks == [50, 40], "it begins again where the group is"
-    assert (ready, after.end, after.snapshot().offset) == ([], 40, 40)
+    assert consumer.seeks == [50, 40], "must continue at the committed offset"
+    assert (due, after.end, after.snapshot().offset) == ([], 40, 40)

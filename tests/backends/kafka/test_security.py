@@ -1,4 +1,4 @@
-"""Kafka with logins and certificates: PLAIN, SCRAM and TLS, and what is said when they fail."""
+"""Authentication and TLS: PLAIN, SCRAM, certificates, and errors of rejected logins."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(240)]
 
-CANARY = "canary-4f1c"  # must not appear anywhere
+CANARY = "canary-4f1c"  # a password that must not appear in any output
 MODULE = "org.apache.kafka.common.security"
 
 
 @dataclass(frozen=True)
 class Secured:
-    """A Kafka with a listener for each way in."""
+    """Ports of a broker with a listener for each kind of login, and the certificate directory."""
 
     plain: int
     scram: int
@@ -51,22 +51,22 @@ class Secured:
 
 
 def certificates(directory: Path) -> None:
-    """An authority, a server's certificate signed by it, and a client's."""
+    """Write the certificates and keys of a CA, a server and a client."""
 
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=directory, check=True, capture_output=True)
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
 
     subject = ("-subj", "/CN=localhost", "-nodes", "-newkey", "rsa:2048")
     openssl("req", "-x509", *subject, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
     (directory / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    for who in ("server", "client"):
-        openssl("req", *subject, "-keyout", f"{who}.key", "-out", f"{who}.csr")
+    for role in ("server", "client"):
+        openssl("req", *subject, "-keyout", f"{role}.key", "-out", f"{role}.csr")
         openssl(
-            *("x509", "-req", "-in", f"{who}.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
-            *("-CAcreateserial", "-out", f"{who}.pem", "-days", "2", "-extfile", "names"),
+            *("x509", "-req", "-in", f"{role}.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
+            *("-CAcreateserial", "-out", f"{role}.pem", "-days", "2", "-extfile", "names"),
         )
-    whole = (directory / "server.key").read_text() + (directory / "server.pem").read_text()
-    (directory / "server-store.pem").write_text(whole)
+    store = (directory / "server.key").read_text() + (directory / "server.pem").read_text()
+    (directory / "server-store.pem").write_text(store)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     files = tmp_path_factory.mktemp("tls")
     certificates(files)
     site = Secured(free_port(), free_port(), free_port(), free_port(), files)
-    ways = {"SPLAIN": site.plain, "SSCRAM": site.scram, "STLS": site.tls, "SMUTUAL": site.mutual}
-    listeners = [f"{way}://127.0.0.1:{port}" for way, port in ways.items()]
+    ports = {"SPLAIN": site.plain, "SSCRAM": site.scram, "STLS": site.tls, "SMUTUAL": site.mutual}
+    listeners = [f"{listener}://127.0.0.1:{port}" for listener, port in ports.items()]
     protocols = {"SPLAIN": "SASL_PLAINTEXT", "SSCRAM": "SASL_SSL", "STLS": "SSL", "SMUTUAL": "SSL"}
     tls = [
         ("ssl.keystore.type", "PEM"),
@@ -88,7 +88,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         + ",".join(listeners),
         "advertised.listeners=PLAINTEXT://127.0.0.1:{kafka}," + ",".join(listeners),
         "listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,"
-        + ",".join(f"{way}:{protocol}" for way, protocol in protocols.items()),
+        + ",".join(f"{listener}:{protocol}" for listener, protocol in protocols.items()),
         "inter.broker.listener.name=PLAINTEXT",
         "sasl.enabled.mechanisms=PLAIN,SCRAM-SHA-256,SCRAM-SHA-512",
         f"listener.name.splain.plain.sasl.jaas.config={MODULE}.plain.PlainLoginModule required "
@@ -101,8 +101,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         "listener.name.sscram.sasl.enabled.mechanisms=SCRAM-SHA-256,SCRAM-SHA-512",
         "listener.name.smutual.ssl.client.auth=required",
         *(
-            f"listener.name.{way}.{name}={value}"
-            for way in ("sscram", "stls", "smutual")
+            f"listener.name.{listener}.{name}={value}"
+            for listener in ("sscram", "stls", "smutual")
             for name, value in tls
         ),
     ]
@@ -112,7 +112,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 
 def add_scram_user(url: str) -> None:
-    """Send the request by hand: the tool of Kafka's distribution is not among the server's jars."""
+    """Add a SCRAM user with a raw request, because the server's jars do not include the tool."""
 
     async def add() -> None:
         client = AIOKafkaClient(bootstrap_servers=url)
@@ -174,7 +174,7 @@ class AlterScramRequest(RequestStruct):  # type: ignore[misc]  # the driver has 
 
 
 class AddScramUser:
-    """A request as the client of the driver wants it."""
+    """Request that adds the user, in the form that the driver's client expects."""
 
     def __init__(self, mechanism: int, kind: str) -> None:
         salt = b"0123456789abcdef"
@@ -185,7 +185,7 @@ class AddScramUser:
         return AlterScramRequest([], [self._row], {})
 
 
-def ways(secured: Secured) -> dict[str, dict[str, Any]]:
+def login_settings(secured: Secured) -> dict[str, dict[str, Any]]:
     login = {"sasl_username": "me", "sasl_password": CANARY}
     ca_file = secured.files / "ca.pem"
     client = {
@@ -209,9 +209,9 @@ def settings(values: dict[str, Any], **more: Any) -> Settings:
     return Settings(type="kafka", **{**values, "url": f"127.0.0.1:{values['url']}", **more})
 
 
-@pytest.mark.parametrize("way", ["plain", "scram-256", "scram-512", "tls", "mutual"])
-async def test_messages_travel_by_every_way_in(
-    secured: Secured, way: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("login", ["plain", "scram-256", "scram-512", "tls", "mutual"])
+async def test_messages_are_delivered_with_each_kind_of_login(
+    secured: Secured, login: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     name, got = f"k-{uuid.uuid4().hex[:10]}", list[str]()
 
@@ -220,19 +220,19 @@ async def test_messages_travel_by_every_way_in(
         got.append(body)
 
     with caplog.at_level(logging.DEBUG):
-        service = QueueService(settings(ways(secured)[way]))
+        service = QueueService(settings(login_settings(secured)[login]))
         service.register(handle)
         async with service:
             assert isinstance(service._backend, KafkaBackend)
             await service.send(name, "a")
             await eventually(lambda: got == ["a"])
-            told = f"{service.health_check()} {service.settings!r} {service._backend.__dict__}"
-    assert CANARY not in told
+            output = f"{service.health_check()} {service.settings!r} {service._backend.__dict__}"
+    assert CANARY not in output
     assert CANARY not in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("way", "wrong", "error"),
+    ("login", "wrong", "error"),
     [
         ("plain", {"sasl_password": "wrong"}, BackendUnavailable),
         ("plain", {"sasl_mechanism": "SCRAM-SHA-256"}, QueueError),
@@ -241,24 +241,22 @@ async def test_messages_travel_by_every_way_in(
         ("mutual", {"tls_cert_file": None, "tls_key_file": None}, BackendUnavailable),
     ],
 )
-async def test_who_is_not_let_in_is_told(
+async def test_a_rejected_login_raises_an_error(
     secured: Secured,
-    way: str,
+    login: str,
     wrong: dict[str, Any],
     error: type[QueueError],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service = QueueService(settings(ways(secured)[way] | wrong, send_timeout=5.0))
+    service = QueueService(settings(login_settings(secured)[login] | wrong, send_timeout=5.0))
     with pytest.raises(error) as caught:
         await service.start()
     assert CANARY not in f"{caught.value!r} {caught.value} {caplog.text}"
 
 
-async def test_certificates_that_cannot_be_read_are_a_mistake_of_the_settings(
-    tmp_path: Path,
-) -> None:
+async def test_an_invalid_certificate_raises_config_error(tmp_path: Path) -> None:
     broken = tmp_path / "ca.pem"
-    broken.write_text("no certificate")
+    broken.write_text("not a certificate")
     service = QueueService(Settings(type="kafka", url="127.0.0.1:1", tls_ca_file=broken))
     with pytest.raises(ConfigError, match="tls_ca_file"):
         await service.start()

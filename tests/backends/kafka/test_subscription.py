@@ -1,4 +1,4 @@
-"""A subscription when things fail or come at a bad moment: nothing is lost, or out of turn."""
+"""Releases, stops and purges: no message is lost, and keyed messages stay in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def name() -> str:
 
 @pytest_asyncio.fixture
 async def backend(kafka_url: str, name: str) -> AsyncIterator[KafkaBackend]:
-    """One queue with one partition."""
+    """Yield a backend with one queue that has one partition."""
     backend = KafkaBackend(kafka_url, heartbeat=0.2)
     await backend.start()
     await backend.declare(QueueSpec(name=name))
@@ -41,7 +41,7 @@ async def backend(kafka_url: str, name: str) -> AsyncIterator[KafkaBackend]:
     await backend.aclose()
 
 
-async def nothing_comes(subscription: KafkaSubscription, seconds: float = 0.5) -> None:
+async def assert_no_delivery(subscription: KafkaSubscription, seconds: float = 0.5) -> None:
     found: list[Delivery] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -54,22 +54,22 @@ def ids(deliveries: Sequence[Delivery]) -> list[str]:
     return [delivery.envelope.id for delivery in deliveries]
 
 
-# A release that fails
+# Failed releases
 
 
 @pytest.mark.parametrize("counts", [True, False])
-async def test_what_could_not_be_sent_back_comes_again_and_keeps_no_slot(
+async def test_a_message_whose_release_failed_is_redelivered_and_no_longer_counts_as_held(
     backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch, counts: bool
 ) -> None:
     await backend.publish(name, [Envelope("a", b"")])
     async with backend.subscribe(spec(name, prefetch=1)) as subscription:
         (delivery,) = await take(subscription)
 
-        async def refuse(*arguments: object) -> Any:
+        async def fail(*arguments: object) -> Any:
             raise SendTimeout("not confirmed")
 
         with monkeypatch.context() as patch:
-            patch.setattr(backend._publisher, "send", refuse)
+            patch.setattr(backend._publisher, "send", fail)
             with pytest.raises(SendTimeout):
                 await subscription.release(delivery, 0.1, count_attempt=counts)
         with pytest.raises(MessageNotFound):
@@ -77,12 +77,12 @@ async def test_what_could_not_be_sent_back_comes_again_and_keeps_no_slot(
         (again,) = await take(subscription)
         assert (again.envelope.id, again.envelope.attempt) == ("a", 1 + counts)
         await subscription.ack(again)
-        await nothing_comes(subscription)
-    async with backend.subscribe(spec(name)) as heir:
-        await nothing_comes(heir)
+        await assert_no_delivery(subscription)
+    async with backend.subscribe(spec(name)) as successor:
+        await assert_no_delivery(successor)
 
 
-async def test_what_was_being_sent_back_when_time_ran_out_comes_again(
+async def test_a_message_whose_release_was_cancelled_is_delivered_again(
     backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await backend.publish(name, [Envelope("a", b"")])
@@ -103,34 +103,34 @@ async def test_what_was_being_sent_back_when_time_ran_out_comes_again(
 # Stopping
 
 
-def owner_and_heir(
+def owner_and_other(
     name: str, one: KafkaSubscription, two: KafkaSubscription
 ) -> tuple[KafkaSubscription, KafkaSubscription]:
-    """Who has the only partition of the queue, and who waits for it."""
+    """Return the subscription that has the queue's only partition, and then the other one."""
     has_it = any(partition.topic == name for partition in one.membership.trackers)
     return (one, two) if has_it else (two, one)
 
 
-async def test_a_stopping_consumer_lets_nothing_overtake_in_its_key(
+async def test_a_stopping_consumer_preserves_the_order_of_a_key(
     backend: KafkaBackend, name: str
 ) -> None:
-    """While the first is worked on its successors wait for it, whoever handles them."""
+    """Later messages with the key wait until the first is settled, on every consumer."""
     await backend.publish(name, [Envelope(id, b"", key="same") for id in "abc"])
     async with (
         backend.subscribe(spec(name)) as subscription,
         backend.subscribe(spec(name)) as other,
     ):
-        owner, heir = owner_and_heir(name, subscription, other)
+        owner, successor = owner_and_other(name, subscription, other)
         first, second, third = await take(owner, 3)
-        await owner.release(third, 0.0, count_attempt=False)  # before the end: it waits here
+        await owner.release(third, 0.0, count_attempt=False)  # stays in memory, as not yet stopped
         await owner.stop()
         await owner.release(second, 0.0, count_attempt=False)
-        await nothing_comes(heir, 1.0)
+        await assert_no_delivery(successor, 1.0)
         await owner.ack(first)
-        assert ids(await take(heir, 2)) == ["b", "c"]
+        assert ids(await take(successor, 2)) == ["b", "c"]
 
 
-async def test_a_stopping_consumer_passes_on_what_has_no_key(
+async def test_messages_without_a_key_move_from_a_stopping_consumer_to_another(
     backend: KafkaBackend, name: str
 ) -> None:
     await backend.publish(name, [Envelope(id, b"") for id in "abc"])
@@ -138,16 +138,16 @@ async def test_a_stopping_consumer_passes_on_what_has_no_key(
         backend.subscribe(spec(name)) as subscription,
         backend.subscribe(spec(name)) as other,
     ):
-        owner, heir = owner_and_heir(name, subscription, other)
+        owner, successor = owner_and_other(name, subscription, other)
         _, second, third = await take(owner, 3)
         await owner.release(third, 0.0, count_attempt=False)
         await owner.stop()
         await owner.release(second, 0.0, count_attempt=False)
-        assert sorted(ids(await take(heir, 2))) == ["b", "c"]
+        assert sorted(ids(await take(successor, 2))) == ["b", "c"]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations("abc")))
-async def test_what_is_given_back_keeps_its_order(
+async def test_released_messages_keep_their_order(
     backend: KafkaBackend, name: str, order: tuple[str, ...]
 ) -> None:
     await backend.publish(name, [Envelope(each, b"", key="k") for each in "abcd"])
@@ -158,10 +158,10 @@ async def test_what_is_given_back_keeps_its_order(
         assert ids(await take(subscription, 4)) == ["a", "b", "c", "d"]
 
 
-async def test_a_consumer_that_holds_something_of_every_tier_can_still_give_back(
+async def test_a_stopped_consumer_that_holds_a_message_of_every_tier_can_release_one(
     backend: KafkaBackend, name: str
 ) -> None:
-    retry = await backend._need_retry_topic(name)
+    retry = await backend._ensure_retry_topic(name)
     now = time.time()
     await backend._publisher.send(
         retry,
@@ -178,35 +178,33 @@ async def test_a_consumer_that_holds_something_of_every_tier_can_still_give_back
         await subscription.release(held[0], 0.0, count_attempt=False)
         for delivery in held[1:]:
             await subscription.ack(delivery)
-    async with backend.subscribe(spec(name)) as heir:
-        assert ids(await take(heir)) == ids(held[:1])
+    async with backend.subscribe(spec(name)) as successor:
+        assert ids(await take(successor)) == ids(held[:1])
 
 
 # Purging
 
 
-class InAnHour(SystemClock):
+class ClockInAnHour(SystemClock):
     def time(self) -> float:
         return super().time() + 3_600
 
 
-async def test_a_purge_takes_what_waits_for_its_time_out_of_memory(
+async def test_a_purge_removes_delayed_messages_from_memory(
     backend: KafkaBackend, name: str
 ) -> None:
     await backend.publish(name, [Envelope("late", b"", not_before=time.time() + 60)])
     async with backend.subscribe(spec(name)) as subscription:
-        delays = subscription._retry_consumer
-        await eventually(lambda: len(delays._due))
+        retry_consumer = subscription._retry_consumer
+        await eventually(lambda: len(retry_consumer._due))
         assert await backend.purge(name) == 1
-        delays._clock = InAnHour()
-        await delays._let_go()
-        assert len(delays._due) == 0
-        await nothing_comes(subscription)
+        retry_consumer._clock = ClockInAnHour()
+        await retry_consumer._process_due()
+        assert len(retry_consumer._due) == 0
+        await assert_no_delivery(subscription)
 
 
-async def test_a_purge_leaves_what_was_sent_after_it_began(
-    backend: KafkaBackend, name: str
-) -> None:
+async def test_a_purge_keeps_messages_sent_after_it_began(backend: KafkaBackend, name: str) -> None:
     await backend.publish(name, [Envelope("before", b"")])
     async with backend.subscribe(spec(name)) as subscription:
         ends = dict((await backend._admin._log(name, "purge")).ends)
@@ -215,4 +213,4 @@ async def test_a_purge_leaves_what_was_sent_after_it_began(
             await subscription.release(delivery, 0.0, count_attempt=False)
         assert subscription.purge(ends) == 1
         assert ids(await take(subscription)) == ["after"]
-        await nothing_comes(subscription)
+        await assert_no_delivery(subscription)

@@ -1,4 +1,4 @@
-"""The native backend at the boundary that every backend implements."""
+"""Native backend: declarations, publishing, subscriptions and administration."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ def ids(deliveries: list[Delivery]) -> list[str]:
 
 
 class TestBackend:
-    def test_it_keeps_the_protocols(self) -> None:
+    def test_the_native_backend_implements_the_protocols(self) -> None:
         backend: Backend = NativeBackend()
         assert isinstance(backend, Admin)
         assert isinstance(backend, DeadLetterSource)
         assert backend.name == "native"
 
-    def test_capabilities_are_the_native_memory_column(self) -> None:
+    def test_an_in_memory_engine_lacks_only_durability_and_replicas(self) -> None:
         features = NativeBackend().capabilities.as_dict()
         unsupported = {name for name, support in features.items() if support == "unsupported"}
         emulated = {name for name, support in features.items() if support == "emulated"}
         assert unsupported == {"durable", "replicas"}
         assert emulated == {"key_order", "batch"}
 
-    async def test_ping_start_and_close(self, clock: VirtualClock) -> None:
+    async def test_ping_fails_before_start_and_after_close(self, clock: VirtualClock) -> None:
         backend = NativeBackend(clock=clock)
         with pytest.raises(BackendUnavailable):
             await backend.ping()
@@ -92,7 +92,9 @@ class TestBackend:
         with pytest.raises(LifecycleError):
             await backend.publish("orders", [Envelope("a", b"")])
 
-    async def test_a_given_engine_is_shared_and_left_open(self, clock: VirtualClock) -> None:
+    async def test_an_engine_passed_to_the_backend_is_shared_and_not_closed(
+        self, clock: VirtualClock
+    ) -> None:
         with pytest.raises(BackendUnavailable):
             await NativeBackend(engine=Engine(clock=clock)).start()
         async with Engine(clock=clock) as engine:
@@ -108,7 +110,9 @@ class TestBackend:
         assert await alone.queues() == []
         await alone.aclose()
 
-    async def test_administration(self, backend: NativeBackend, clock: VirtualClock) -> None:
+    async def test_admin_calls_read_and_change_the_engine(
+        self, backend: NativeBackend, clock: VirtualClock
+    ) -> None:
         await send(backend, "a", "b", "c", expires_at=clock.time() + 60, key="k", priority=3)
         assert await backend.queues() == ["orders"]
         (first, *_) = await backend.peek("orders", 2)
@@ -122,14 +126,14 @@ class TestBackend:
 
 
 class TestDeclare:
-    async def test_what_is_unset_may_be_anything(self, backend: NativeBackend) -> None:
+    async def test_unset_fields_keep_their_earlier_values(self, backend: NativeBackend) -> None:
         await backend.declare(QueueSpec(name="orders", max_depth=2, dead_letter="orders.dlq"))
-        await backend.declare(QueueSpec(name="orders"))  # no opinion: the others' holds
+        await backend.declare(QueueSpec(name="orders"))  # sets no field
         await send(backend, "a", "b")
         with pytest.raises(QueueFull):
             await send(backend, "c")
 
-    async def test_the_balance_is_the_engines(self, backend: NativeBackend) -> None:
+    async def test_balance_is_passed_to_the_engine(self, backend: NativeBackend) -> None:
         await backend.declare(QueueSpec(name="orders", balance="least_busy"))
         await backend.declare(QueueSpec(name="orders"))
         assert backend._engine.catalogue.find("orders", "test").config.balance == "least_busy"
@@ -142,7 +146,7 @@ class TestDeclare:
             ({}, {"replicas": 3}),
         ],
     )
-    async def test_another_kind_and_replicas_are_refused(
+    async def test_declaring_another_kind_or_replicas_raises_config_error(
         self, backend: NativeBackend, first, second
     ) -> None:
         await backend.declare(QueueSpec(name="other", **first))
@@ -159,7 +163,7 @@ class TestDeclare:
             ("balance", "random", "least_busy"),
         ],
     )
-    async def test_what_is_set_the_last_declaration_sets(
+    async def test_the_last_declaration_of_a_field_wins(
         self, backend: NativeBackend, field, first, second
     ) -> None:
         config = backend._engine.catalogue.find("orders", "test").config
@@ -169,7 +173,7 @@ class TestDeclare:
         now = backend._engine.catalogue.find("orders", "test").config
         assert now == replace(config, **{field: second})
 
-    async def test_the_dead_letter_queue_is_the_consumers(self, backend: NativeBackend) -> None:
+    async def test_the_consumer_sets_the_dead_letter_queue(self, backend: NativeBackend) -> None:
         async def declare(dead_letter: str | None, *, consumed: bool = False) -> str | None:
             await backend.declare(
                 QueueSpec(name="other", dead_letter=dead_letter, consumed=consumed)
@@ -177,19 +181,21 @@ class TestDeclare:
             return backend._engine.catalogue.find("other", "test").config.dead_letter
 
         assert await declare("a") == "a"
-        assert await declare("b") == "a", "a sender changes nothing"
+        assert await declare("b") == "a", "a sender must change nothing"
         assert await declare(None) == "a"
         assert await declare(None, consumed=True) is None
-        assert await declare("a") is None, "a sender changes nothing"
+        assert await declare("a") is None, "a sender must change nothing"
         assert await declare("b", consumed=True) == "b"
 
-    async def test_passive_only_looks(self, backend: NativeBackend) -> None:
+    async def test_a_passive_declaration_creates_nothing(self, backend: NativeBackend) -> None:
         await backend.declare(QueueSpec(name="orders", passive=True, max_depth=1))
         with pytest.raises(QueueNotFound):
             await backend.declare(QueueSpec(name="unknown", passive=True))
         assert await backend.queues() == ["orders"]
 
-    async def test_defaults_are_the_backends(self, clock: VirtualClock) -> None:
+    async def test_the_defaults_of_the_backend_apply_to_new_queues(
+        self, clock: VirtualClock
+    ) -> None:
         backend = NativeBackend(clock=clock, max_depth=1, max_priority=3, ack_deadline=7)
         await backend.start()
         await backend.declare(QueueSpec(name="orders"))
@@ -203,7 +209,9 @@ class TestDeclare:
 
 
 class TestPublish:
-    async def test_positions_and_order(self, backend: NativeBackend, clock: VirtualClock) -> None:
+    async def test_messages_have_positions_and_are_delivered_in_order(
+        self, backend: NativeBackend, clock: VirtualClock
+    ) -> None:
         assert await send(backend, "a", "b") == [("a", 0), ("b", 1)]
         assert await send(backend, "high", priority=9) == [("high", 0)]
         assert await send(backend, "later", not_before=clock.time() + 5) == [("later", None)]
@@ -214,7 +222,9 @@ class TestPublish:
             assert ids(await subscription.receive(10)) == ["later"]
             assert clock.time() - start == 5
 
-    async def test_some_accepted_and_others_not(self, backend: NativeBackend) -> None:
+    async def test_a_partly_accepted_publish_raises_partial_send(
+        self, backend: NativeBackend
+    ) -> None:
         await backend.declare(QueueSpec(name="orders", max_depth=2))
         envelopes = [
             Envelope("a", b""),
@@ -231,7 +241,9 @@ class TestPublish:
         assert (c.backend, c.queue, c.message_id) == ("native", "orders", "c")
         assert (await backend.stats("orders")).depth == 2
 
-    async def test_the_sender_keeps_its_envelope(self, backend: NativeBackend) -> None:
+    async def test_a_later_change_of_the_envelope_does_not_affect_the_message(
+        self, backend: NativeBackend
+    ) -> None:
         envelope = Envelope("a", b"x", {"h": "1"})
         await backend.publish("orders", [envelope])
         envelope.headers["h"] = "changed"
@@ -240,7 +252,9 @@ class TestPublish:
             assert delivery.envelope.headers == {"h": "1"}
 
     @pytest.mark.proves("002-improvements-6")
-    async def test_expiry_in_wall_time(self, backend: NativeBackend, clock: VirtualClock) -> None:
+    async def test_messages_expire_by_wall_clock_time(
+        self, backend: NativeBackend, clock: VirtualClock
+    ) -> None:
         letters: list[DeadLetter] = []
         backend.on_dead_letter(letters.append)
         await backend.declare(QueueSpec(name="orders", dead_letter="orders.dlq"))
@@ -249,14 +263,14 @@ class TestPublish:
             (delivery,) = await subscription.receive(1)
             assert delivery.envelope.expires_at == clock.time() + 5
             await clock.advance(5)
-            await subscription.ack(delivery)  # a started handler never expires
+            await subscription.ack(delivery)  # a delivered message does not expire
         (letter,) = letters
         assert (letter.message_id, letter.reason) == ("b", Reason.TTL_EXPIRED)
         assert [item.id for item in await backend.peek("orders.dlq", 5)] == ["b"]
 
 
 class TestSubscription:
-    async def test_a_delivery(self, backend: NativeBackend) -> None:
+    async def test_a_delivery_has_the_envelope_and_the_lease(self, backend: NativeBackend) -> None:
         await send(backend, "a", headers={"h": "1"}, key="k", priority=2)
         async with backend.subscribe(spec(ack_deadline=12)) as subscription:
             (delivery,) = await subscription.receive(5)
@@ -267,7 +281,9 @@ class TestSubscription:
         stats = await backend.stats("orders")
         assert (stats.consumers, stats.in_flight, stats.acked_total) == (0, 0, 1)
 
-    async def test_release(self, backend: NativeBackend, clock: VirtualClock) -> None:
+    async def test_a_released_message_is_redelivered_after_its_delay(
+        self, backend: NativeBackend, clock: VirtualClock
+    ) -> None:
         await send(backend, "a")
         async with backend.subscribe(spec()) as subscription:
             attempts = []
@@ -284,7 +300,7 @@ class TestSubscription:
 
     @pytest.mark.proves("000-ack-2")
     @pytest.mark.parametrize("what", ["ack", "release", "extend"])
-    async def test_settling_twice_and_late(
+    async def test_settling_twice_or_late_raises_an_error(
         self, backend: NativeBackend, clock: VirtualClock, what: str
     ) -> None:
         arguments = [] if what == "ack" else [1.0]
@@ -304,7 +320,9 @@ class TestSubscription:
             assert (late.value.backend, late.value.message_id) == ("native", "b")
             await subscription.ack(again)
 
-    async def test_a_renewed_lease_lasts(self, backend: NativeBackend, clock: VirtualClock) -> None:
+    async def test_an_extended_lease_does_not_expire(
+        self, backend: NativeBackend, clock: VirtualClock
+    ) -> None:
         await send(backend, "a")
         async with backend.subscribe(spec(ack_deadline=5)) as subscription:
             (delivery,) = await subscription.receive(1)
@@ -314,7 +332,7 @@ class TestSubscription:
             await subscription.ack(delivery)
         assert (await backend.stats("orders")).consumed_total == 1
 
-    async def test_the_lease_limit_of_the_spec(
+    async def test_max_deliveries_limits_expired_leases(
         self, backend: NativeBackend, clock: VirtualClock
     ) -> None:
         letters: list[DeadLetter] = []
@@ -351,10 +369,10 @@ class TestSubscription:
                 held += await task
                 assert len(held) == 3
             start = clock.monotonic()
-            await subscription.receive(10)  # until the leases are lost, unsettled
+            await subscription.receive(10)  # waits until the leases expire
             assert clock.monotonic() - start == 5
 
-    async def test_a_lost_lease_frees_its_slot_when_it_is_noticed(
+    async def test_a_lost_lease_frees_its_slot_when_extend_fails(
         self, backend: NativeBackend, clock: VirtualClock
     ) -> None:
         await send(backend, "a")
@@ -366,7 +384,7 @@ class TestSubscription:
             (delivery,) = await subscription.receive(1)
             assert delivery.envelope.attempt == 2
 
-    async def test_leaving_gives_back_uncharged_and_in_place(
+    async def test_closing_releases_deliveries_in_order_without_counting_attempts(
         self, backend: NativeBackend, clock: VirtualClock
     ) -> None:
         await send(backend, "a", "b", "c", "d")
@@ -385,7 +403,9 @@ class TestSubscription:
         ]
         assert lost.envelope.attempt == 1
 
-    async def test_leaving_wakes_another_consumer(self, backend: NativeBackend) -> None:
+    async def test_closing_a_subscription_wakes_another_consumer(
+        self, backend: NativeBackend
+    ) -> None:
         await send(backend, "a")
         async with backend.subscribe(spec()) as other:
             async with backend.subscribe(spec()) as subscription:
@@ -394,7 +414,7 @@ class TestSubscription:
                 await asyncio.sleep(0)
             assert ids(await task) == ["a"]
 
-    async def test_parked_receives_share_what_comes(self, backend: NativeBackend) -> None:
+    async def test_waiting_receives_share_new_messages(self, backend: NativeBackend) -> None:
         async with backend.subscribe(spec()) as one, backend.subscribe(spec()) as two:
             tasks = [asyncio.create_task(item.receive(2)) for item in (one, two)]
             await asyncio.sleep(0)
@@ -402,7 +422,7 @@ class TestSubscription:
             assert [ids(await task) for task in tasks] == [["a", "b"], ["c"]]
 
     @pytest.mark.parametrize("full", [False, True])
-    async def test_stop_wakes_a_parked_receive(self, backend: NativeBackend, full: bool) -> None:
+    async def test_stop_wakes_a_waiting_receive(self, backend: NativeBackend, full: bool) -> None:
         await send(backend, "a")
         async with backend.subscribe(spec(prefetch=1 if full else 2)) as subscription:
             (delivery,) = await subscription.receive(1)
@@ -422,7 +442,7 @@ class TestSubscription:
             await asyncio.sleep(0)
             second = asyncio.create_task(two.receive(1))
             await asyncio.sleep(0)
-            await send(backend, "a")  # wakes the first, which has not run yet
+            await send(backend, "a")  # wakes the first receive, which has not run yet
             await one.stop()
             assert await first == []
             assert ids(await second) == ["a"]
@@ -436,35 +456,35 @@ class TestSubscription:
             await asyncio.sleep(0)
             other = asyncio.create_task(two.receive(1))
             await asyncio.sleep(0)
-            await send(backend, "a", "b")  # wakes both of the first, which has one slot
+            await send(backend, "a", "b")  # wakes both receives of ``one``, whose prefetch is 1
             assert ids(await quick) == ["a"]
             assert ids(await other) == ["b"]
             slow.cancel()
             await asyncio.wait([slow])
 
     @pytest.mark.parametrize("others", [0, 1])
-    async def test_cancel_with_a_wake_up_in_flight(
+    async def test_a_receive_cancelled_after_it_is_woken_loses_no_message(
         self, backend: NativeBackend, others: int
     ) -> None:
-        """Fifty times: no message is lost."""
+        """Check it fifty times, with and without another waiting receive."""
         async with backend.subscribe(spec()) as one, backend.subscribe(spec()) as two:
             for n in range(50):
-                victim = asyncio.create_task(one.receive(1))
+                cancelled = asyncio.create_task(one.receive(1))
                 await asyncio.sleep(0)
-                rest = [asyncio.create_task(two.receive(1)) for _ in range(others)]
+                waiting = [asyncio.create_task(two.receive(1)) for _ in range(others)]
                 await asyncio.sleep(0)
                 await send(backend, str(n))
-                victim.cancel()
-                await asyncio.wait([victim])
-                assert victim.cancelled()
-                (delivery,) = await (rest[0] if rest else two.receive(1))
+                cancelled.cancel()
+                await asyncio.wait([cancelled])
+                assert cancelled.cancelled()
+                (delivery,) = await (waiting[0] if waiting else two.receive(1))
                 assert (delivery.envelope.id, delivery.envelope.attempt) == (str(n), 1)
                 await two.ack(delivery)
 
-    async def test_a_cancelled_receive_leaves_no_trace(self, backend: NativeBackend) -> None:
+    async def test_a_cancelled_receive_leaves_no_waiter(self, backend: NativeBackend) -> None:
         await send(backend, "a")
         async with backend.subscribe(spec(prefetch=1)) as subscription:
-            for slot in (False, True):  # first waiting for a slot, then for a message
+            for slot in (False, True):  # wait first for a slot, then for a message
                 held = [] if slot else await subscription.receive(1)
                 task = asyncio.create_task(subscription.receive(1))
                 await asyncio.sleep(0)
@@ -473,11 +493,11 @@ class TestSubscription:
                 for delivery in held:
                     await subscription.ack(delivery)
             assert not subscription._queue.waiters.waiters
-            assert not subscription._blocked
+            assert not subscription._slot_waiters
 
     @pytest.mark.parametrize("full", [False, True])
     @pytest.mark.parametrize("how", ["close", "delete"])
-    async def test_a_queue_that_goes_away_is_a_lost_subscription(
+    async def test_a_deleted_queue_or_closed_engine_raises_subscription_lost(
         self, backend: NativeBackend, how: str, full: bool
     ) -> None:
         await send(backend, "a")
@@ -490,16 +510,18 @@ class TestSubscription:
                 await task
             with pytest.raises(SubscriptionLost):
                 await subscription.receive(1)
-            await subscription.ack(delivery)  # harmless
+            await subscription.ack(delivery)  # has no effect
 
     @pytest.mark.proves("000-consume-2")
-    async def test_an_unknown_queue(self, backend: NativeBackend) -> None:
+    async def test_subscribing_to_an_unknown_queue_raises_queue_not_found(
+        self, backend: NativeBackend
+    ) -> None:
         with pytest.raises(QueueNotFound):
             async with backend.subscribe(spec(queue="unknown")):
                 pass
 
     @pytest.mark.proves("000-metrics-3")
-    async def test_topics(self, backend: NativeBackend) -> None:
+    async def test_each_group_of_a_topic_gets_a_copy(self, backend: NativeBackend) -> None:
         await backend.declare(QueueSpec(name="prices", broadcast=True))
         await send(backend, "unheard", queue="prices")
         a, b = spec(queue="prices", group="a"), spec(queue="prices", group="b")
@@ -511,27 +533,27 @@ class TestSubscription:
             assert (await backend.stats("prices")).consumers == 2
 
 
-async def test_a_backend_that_was_closed_can_be_started_again_empty() -> None:
+async def test_a_closed_backend_restarts_with_an_empty_engine() -> None:
     backend = NativeBackend()
-    heard: list[DeadLetter] = []
-    backend.on_dead_letter(heard.append)
+    letters: list[DeadLetter] = []
+    backend.on_dead_letter(letters.append)
     for _ in range(2):
         await backend.start()
         await backend.declare(QueueSpec(name="q"))
         await backend.publish("q", [Envelope("a", b"", expires_at=1.0)])
         assert (await backend.stats("q")).depth == 0
         await backend.aclose()
-    assert [letter.reason for letter in heard] == ["TTLExpired", "TTLExpired"]
+    assert [letter.reason for letter in letters] == ["TTLExpired", "TTLExpired"]
 
 
-async def test_a_loop_of_sends_lets_other_tasks_have_their_turn(backend: NativeBackend) -> None:
+async def test_a_loop_of_sends_lets_other_tasks_run(backend: NativeBackend) -> None:
     await backend.declare(QueueSpec(name="q"))
-    turns = 0
+    iterations = 0
 
     async def other() -> None:
-        nonlocal turns
+        nonlocal iterations
         while True:
-            turns += 1
+            iterations += 1
             await asyncio.sleep(0)
 
     running = asyncio.ensure_future(other())
@@ -540,21 +562,21 @@ async def test_a_loop_of_sends_lets_other_tasks_have_their_turn(backend: NativeB
         for number in range(1_000):
             await backend.publish("q", [Envelope(str(number), b"")])
     running.cancel()
-    assert turns >= 50
+    assert iterations >= 50
 
 
-async def test_a_receive_cancelled_in_the_pass_of_a_put_is_cancelled_and_nothing_else(
+async def test_a_receive_cancelled_before_a_publish_raises_only_cancelled_error(
     backend: NativeBackend,
 ) -> None:
     await backend.declare(QueueSpec(name="q"))
     spec = SubscriptionSpec(queue="q", group="g", consumer="c", prefetch=1)
     async with backend.subscribe(spec) as subscription:
-        parked = asyncio.ensure_future(subscription.receive(1))
+        receiving = asyncio.ensure_future(subscription.receive(1))
         await asyncio.sleep(0)
-        parked.cancel()
+        receiving.cancel()
         await backend.publish("q", [Envelope("a", b"")])
         with pytest.raises(asyncio.CancelledError):
-            await parked
+            await receiving
         (delivery,) = await subscription.receive(1)
         assert delivery.envelope.id == "a"
 
@@ -563,7 +585,7 @@ async def test_stats_count_each_consumer_once(backend: NativeBackend) -> None:
     await backend.declare(QueueSpec(name="q"))
     spec = SubscriptionSpec(queue="q", group="g", consumer="c", prefetch=1)
     async with backend.subscribe(spec) as subscription:
-        parked = asyncio.ensure_future(subscription.receive(1))
+        receiving = asyncio.ensure_future(subscription.receive(1))
         await asyncio.sleep(0)
         assert (await backend.stats("q")).consumers == 1
-        parked.cancel()
+        receiving.cancel()

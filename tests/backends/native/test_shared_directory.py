@@ -1,4 +1,4 @@
-"""A directory shared between processes: roles, exchange, and what happens when the owner dies."""
+"""Directory shared by several processes: roles, message exchange, and takeover from an owner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qkit.native import Engine
 from tests.support.sharer import share
 
 ROOT = Path(__file__).parents[3]
-TAKEOVER = 3.0  # seconds, at most
+TAKEOVER_SECONDS = 3.0  # upper limit
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def directory() -> Iterator[Path]:
 
 async def until(condition: Callable[[], object], within: float = 5.0) -> None:
     async with asyncio.timeout(within):
-        while not condition():  # noqa: ASYNC110  # what is waited for tells nobody
+        while not condition():  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.005)
 
 
@@ -46,12 +46,12 @@ def spec(**options: Any) -> SubscriptionSpec:
 # In one process
 
 
-async def test_the_first_owns_and_the_others_call(directory: Path) -> None:
+async def test_the_first_process_is_the_owner_and_others_are_clients(directory: Path) -> None:
     first, second = share(directory), share(directory)
     assert isinstance(first, Admin)
     assert isinstance(first, DeadLetterSource)
     assert isinstance(first, DroppedLetterSource)
-    assert first.capabilities.lease, "known before the start"
+    assert first.capabilities.lease, "capabilities must be known before the start"
     await first.start()
     await first.start()
     await second.start()
@@ -74,30 +74,30 @@ async def test_the_first_owns_and_the_others_call(directory: Path) -> None:
     await second.aclose()
     await second.aclose()
     await first.aclose()
-    assert not os.path.lexists(directory / "socket")  # noqa: ASYNC240  # a test may wait for it
+    assert not os.path.lexists(directory / "socket")  # noqa: ASYNC240  # a test may block
 
 
-async def test_when_the_owner_closes_a_client_takes_over_with_all_it_declared(
+async def test_a_client_takes_over_with_its_declarations_when_the_owner_closes(
     directory: Path,
 ) -> None:
     first, second, third = share(directory), share(directory), share(directory)
     for backend in (first, second, third):
         await backend.start()
-    died: list[DeadLetter] = []
+    letters: list[DeadLetter] = []
     dropped: list[DeadLetter] = []
-    second.on_dead_letter(died.append)
+    second.on_dead_letter(letters.append)
     second.on_dropped_letter(dropped.append)
     await second.declare(QueueSpec(name="d", max_depth=1, drop_oldest=True))
     await second.declare(QueueSpec(name="q", dead_letter="d", max_priority=3))
-    await third.declare(QueueSpec(name="gone"))
-    await third.delete("gone")
+    await third.declare(QueueSpec(name="deleted"))
+    await third.delete("deleted")
     async with second.subscribe(spec()) as subscription:
-        parked = asyncio.create_task(subscription.receive(1))
+        receiving = asyncio.create_task(subscription.receive(1))
         await asyncio.sleep(0.01)
         await first.aclose()
         with pytest.raises(SubscriptionLost):
-            await parked
-    queues = await third.queues()  # it waits until there is an owner
+            await receiving
+    queues = await third.queues()  # waits for an owner
     assert second.owner != third.owner
     if second.owner:
         assert queues == ["d", "q"]
@@ -105,24 +105,24 @@ async def test_when_the_owner_closes_a_client_takes_over_with_all_it_declared(
     assert await second.queues() == ["d", "q"]
     for id in ("x", "y"):
         await third.publish("q", [Envelope(id, b"", expires_at=time.time() + 0.02)])
-    await until(lambda: len(died) == 2 and dropped)
+    await until(lambda: len(letters) == 2 and dropped)
     assert [letter.message_id for letter in dropped] == ["x"]
     await third.aclose()
     await second.aclose()
 
 
-async def test_calls_wait_a_little_for_an_owner_and_then_say_so(directory: Path) -> None:
-    first, second = share(directory), share(directory, patience=0.2)
+async def test_calls_wait_for_an_owner_and_then_raise_backend_unavailable(directory: Path) -> None:
+    first, second = share(directory), share(directory, call_timeout=0.2)
     with pytest.raises(BackendUnavailable, match="start it first"):
         await second.ping()
     await first.start()
     await second.start()
     assert first._role is not None
     assert first._role.server is not None
-    await first._role.server.aclose()  # it keeps the lock and serves nobody
+    await first._role.server.aclose()  # the owner keeps the lock but serves no clients
     await until(lambda: second._role is None)
     began = time.monotonic()
-    with pytest.raises(BackendUnavailable, match="no owner"):
+    with pytest.raises(BackendUnavailable, match="could not reach the owner"):
         await second.publish("q", [Envelope("a", b"")])
     assert 0.15 < time.monotonic() - began < 10
     await first._role.server.start()
@@ -131,10 +131,10 @@ async def test_calls_wait_a_little_for_an_owner_and_then_say_so(directory: Path)
     await first.aclose()
 
 
-async def test_an_owner_that_never_answers_fails_the_start(directory: Path) -> None:
+async def test_the_start_fails_if_the_owner_does_not_respond(directory: Path) -> None:
     engine = await Engine.open(directory)
     backend = share(directory, start_timeout=0.2)
-    with pytest.raises(BackendUnavailable, match=r"did not answer within 0\.2 s"):
+    with pytest.raises(BackendUnavailable, match=r"did not respond within 0\.2 s"):
         await backend.start()
     await engine.aclose()
     await backend.start()
@@ -142,7 +142,7 @@ async def test_an_owner_that_never_answers_fails_the_start(directory: Path) -> N
     await backend.aclose()
 
 
-async def test_what_cannot_be_opened_fails_the_start_and_lets_the_directory_go(
+async def test_a_failed_start_releases_the_directory(
     directory: Path,
 ) -> None:
     (directory / "socket").symlink_to("elsewhere")
@@ -151,14 +151,14 @@ async def test_what_cannot_be_opened_fails_the_start_and_lets_the_directory_go(
         await backend.start()
     await (await Engine.open(directory)).aclose()  # the lock is free
 
-    async def broken() -> tuple[NativeBackend, Engine]:
-        raise OSError("the disk is on fire")
+    async def own() -> tuple[NativeBackend, Engine]:
+        raise OSError("disk failure")
 
-    with pytest.raises(OSError, match="fire"):
-        await SharedDirectoryBackend(directory, broken, locked=LogLocked).start()
+    with pytest.raises(OSError, match="disk failure"):
+        await SharedDirectoryBackend(directory, own, locked=LogLocked).start()
 
 
-async def test_closing_while_it_opens_lets_the_directory_go(directory: Path) -> None:
+async def test_closing_a_backend_while_it_opens_releases_the_directory(directory: Path) -> None:
     opening, opened = asyncio.Event(), asyncio.Event()
 
     async def own() -> tuple[NativeBackend, Engine]:
@@ -180,17 +180,17 @@ async def test_closing_while_it_opens_lets_the_directory_go(directory: Path) -> 
     await (await Engine.open(directory)).aclose()
 
 
-async def test_a_fault_while_taking_over_is_logged_and_tried_again(
+async def test_an_error_during_a_takeover_is_logged_and_retried(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("qkit.backends.native.shared_directory.RETRY_AFTER_ERROR_SECONDS", 0.01)
-    faults = [OSError("no space"), OSError("no space")]
+    errors = [OSError("no space"), OSError("no space")]
 
     async def own() -> tuple[NativeBackend, Engine]:
         engine = await Engine.open(directory)
-        if faults:
+        if errors:
             await engine.aclose()
-            raise faults.pop()
+            raise errors.pop()
         return NativeBackend(engine=engine), engine
 
     first = share(directory)
@@ -199,12 +199,12 @@ async def test_a_fault_while_taking_over_is_logged_and_tried_again(
     await second.start()
     await first.aclose()
     await until(lambda: second.owner)
-    assert not faults
-    assert "cannot be opened" in caplog.text
+    assert not errors
+    assert "could not open" in caplog.text
     await second.aclose()
 
 
-async def test_a_takeover_leaves_what_another_process_declared_last(directory: Path) -> None:
+async def test_a_takeover_keeps_later_declarations_of_other_processes(directory: Path) -> None:
     first, second, third = share(directory), share(directory), share(directory)
     for backend in (first, second, third):
         await backend.start()
@@ -220,14 +220,14 @@ async def test_a_takeover_leaves_what_another_process_declared_last(directory: P
     await second.aclose()
 
 
-# In processes of their own
+# In separate processes
 
 
 class Process:
-    """A process of ``tests.support.sharer``, and what it said when."""
+    """Process that runs ``tests.support.sharer``, and its output lines with their times."""
 
     def __init__(self, directory: Path, part: str, deadline: float = 30.0) -> None:
-        self.said: list[tuple[str, float]] = []
+        self.output: list[tuple[str, float]] = []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.sharer", str(directory), part, str(deadline)],
             cwd=ROOT,
@@ -236,26 +236,26 @@ class Process:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._listening = threading.Thread(target=self._listen, daemon=True)
-        self._listening.start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def _listen(self) -> None:
+    def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said.append((line.strip(), time.monotonic()))
+            self.output.append((line.strip(), time.monotonic()))
 
     def lines(self, word: str) -> list[str]:
-        return [line for line, _ in self.said if line.startswith(word)]
+        return [line for line, _ in self.output if line.startswith(word)]
 
     def wait(self, word: str, count: int = 1, within: float = 60.0) -> float:
-        """When it said so for the ``count``th time."""
+        """Wait until ``count`` lines start with ``word``, and return the time of the last one."""
         deadline = time.monotonic() + within
         while time.monotonic() < deadline:
-            found = [at for line, at in self.said if line.startswith(word)]
+            found = [at for line, at in self.output if line.startswith(word)]
             if len(found) >= count:
                 return found[count - 1]
             time.sleep(0.005)
-        pytest.fail(f"{word!r} not {count} times within {within} s: {self.said[-5:]}")
+        pytest.fail(f"fewer than {count} {word!r} lines in {within:g} s; last: {self.output[-5:]}")
 
     def kill(self) -> float:
         self.process.kill()
@@ -270,7 +270,7 @@ class Process:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._listening.join(60)
+        self._reader.join(60)
         self.process.stdout.close()
 
 
@@ -292,12 +292,12 @@ def numbers(lines: list[str]) -> list[int]:
 
 
 def wait_for_all(sender: Process, consumer: Process) -> None:
-    """Everything that was accepted arrives, once the sender is dead."""
+    """Wait until the sender has exited and the consumer has all of its confirmed messages."""
     sender.process.wait()
     sent = set(numbers(sender.lines("sent")))
     deadline = time.monotonic() + 60
     while missing := sent - set(numbers(consumer.lines("got"))):
-        assert time.monotonic() < deadline, f"accepted and lost: {sorted(missing)}"
+        assert time.monotonic() < deadline, f"confirmed but lost: {sorted(missing)}"
         time.sleep(0.01)
 
 
@@ -314,11 +314,11 @@ def test_processes_exchange_messages_through_the_owner(run: Callable[..., Proces
     sender.kill()
     wait_for_all(sender, consumer)
     got = numbers(consumer.lines("got"))
-    assert len(got) == len(set(got)), "each once"
+    assert len(got) == len(set(got)), "a message was delivered twice"
 
 
 @pytest.mark.slow
-def test_a_client_takes_over_from_a_killed_owner_and_everyone_goes_on(
+def test_a_client_takes_over_from_a_killed_owner(
     run: Callable[..., Process],
 ) -> None:
     owner = run("idle")
@@ -327,22 +327,24 @@ def test_a_client_takes_over_from_a_killed_owner_and_everyone_goes_on(
     sender.wait("sent", 20)
     consumer.wait("got", 20)
     killed = owner.kill()
-    deadline = killed + TAKEOVER
+    deadline = killed + TAKEOVER_SECONDS
     while not (sender.lines("owner") or consumer.lines("owner")):
-        assert time.monotonic() < deadline, "nobody took over in time"
+        assert time.monotonic() < deadline, "no process took over in time"
         time.sleep(0.005)
     new = sender if sender.lines("owner") else consumer
     seconds = new.wait("owner") - killed
     print(f"taken over in {seconds * 1000:.0f} ms")
-    assert seconds < TAKEOVER
+    assert seconds < TAKEOVER_SECONDS
     sender.wait("sent", len(sender.lines("sent")) + 50)
-    assert not sender.lines("refused"), "its sends were retried until there was an owner"
-    sender.kill()  # it may be the owner now, and then the consumer takes over
+    assert not sender.lines("refused"), "a send failed instead of waiting for an owner"
+    sender.kill()  # if the sender is the owner now, the consumer takes over
     wait_for_all(sender, consumer)
 
 
 @pytest.mark.slow
-def test_the_message_of_a_killed_client_goes_to_another(run: Callable[..., Process]) -> None:
+def test_the_message_of_a_killed_client_is_delivered_to_another_client(
+    run: Callable[..., Process],
+) -> None:
     owner = run("idle", 1.0)
     owner.wait("owner")
     victim = run("keep", 1.0)
@@ -358,7 +360,7 @@ def test_the_message_of_a_killed_client_goes_to_another(run: Callable[..., Proce
 
 
 @pytest.mark.slow
-def test_a_handler_that_blocks_its_process_for_several_leases_runs_once(
+def test_a_handler_that_blocks_the_loop_for_several_leases_runs_once(
     run: Callable[..., Process],
 ) -> None:
     owner = run("idle", 0.4)
@@ -369,7 +371,7 @@ def test_a_handler_that_blocks_its_process_for_several_leases_runs_once(
     sender.wait("sent", 1)
     sender.kill()
     blocked.wait("begin")
-    rival = run("consume", 0.4)  # it would take whatever comes back
+    rival = run("consume", 0.4)  # would get the message if the lease expired
     assert blocked.wait("end") - blocked.wait("begin") > 1.2
     number = numbers(blocked.lines("end"))[0]
     time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of RabbitMQ: backends of both kinds, and another program."""
+"""Fixtures for RabbitMQ tests: backends with classic and quorum queues, and an aiormq channel."""
 
 from __future__ import annotations
 

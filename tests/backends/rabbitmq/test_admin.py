@@ -1,4 +1,4 @@
-"""Limits, and looking into queues with what AMQP alone offers."""
+"""Administration over AMQP, and queue limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from tests.support.rabbitmq import (
 from tests.support.waiting import eventually
 
 
-async def test_what_was_not_declared_is_not_found(backend: RabbitMQBackend, name: str) -> None:
+async def test_calls_on_an_undeclared_queue_raise_queue_not_found(
+    backend: RabbitMQBackend, name: str
+) -> None:
     for call in (
         backend.publish(name, [Envelope("a", b"x")]),
         backend.declare(QueueSpec(name=name, passive=True)),
@@ -49,7 +51,7 @@ async def test_what_was_not_declared_is_not_found(backend: RabbitMQBackend, name
     assert await backend.queues() == []
 
 
-async def test_a_full_dead_letter_queue_tells_what_it_dropped(
+async def test_a_full_dead_letter_queue_reports_dropped_letters(
     backend: RabbitMQBackend, name: str
 ) -> None:
     dropped: list[DeadLetter] = []
@@ -62,7 +64,7 @@ async def test_a_full_dead_letter_queue_tells_what_it_dropped(
     assert [envelope.id for envelope in await backend.peek(name, 10)] == ["c", "d"]
 
 
-async def test_a_queue_limited_by_another_program_is_full(
+async def test_a_full_queue_limited_by_another_program_raises_queue_full(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     arguments: dict[str, Any] = {"x-max-length": 1, "x-overflow": "reject-publish"}
@@ -74,23 +76,23 @@ async def test_a_queue_limited_by_another_program_is_full(
     await raw.queue_delete(name)
 
 
-async def test_a_delayed_message_comes_back_to_a_full_queue(
+async def test_a_delayed_message_returns_to_a_full_queue(
     backend: RabbitMQBackend, name: str
 ) -> None:
-    """The broker's own way to refuse would drop it: nobody waits for the answer any more."""
+    """A limit enforced by the broker would drop the message, because no sender waits for it."""
     await declare(backend, name, max_depth=1)
-    later = SystemClock().time() + 3.0  # enough for what follows, also on a busy machine
+    later = SystemClock().time() + 3.0  # long enough for the next steps on a busy machine
     await backend.publish(name, [Envelope("late", b"x", not_before=later)])
     await backend.publish(name, [Envelope("first", b"x")])
     with pytest.raises(QueueFull):
-        await backend.publish(name, [Envelope("refused", b"x")])
+        await backend.publish(name, [Envelope("rejected", b"x")])
     await eventually(lambda: has_depth(backend, name, 2))
     async with backend.subscribe(spec(name)) as subscription:
         found = await take(subscription, 2)
         assert sorted(delivery.envelope.id for delivery in found) == ["first", "late"]
 
 
-async def test_peek_leaves_a_classic_queue_as_it_was(classic: RabbitMQBackend, name: str) -> None:
+async def test_peek_does_not_change_a_classic_queue(classic: RabbitMQBackend, name: str) -> None:
     await declare(classic, name, max_priority=9)
     for number, priority in enumerate((5, 1, 9, 5, 9)):
         await classic.publish(name, [Envelope(str(number), b"x", priority=priority)])
@@ -102,7 +104,7 @@ async def test_peek_leaves_a_classic_queue_as_it_was(classic: RabbitMQBackend, n
         assert found == ["2", "4", "0", "3", "1"]
 
 
-async def test_peek_keeps_the_order_of_a_quorum_queue_and_charges_nothing(
+async def test_peek_keeps_the_order_of_a_quorum_queue_and_counts_no_attempt(
     quorum: RabbitMQBackend, name: str
 ) -> None:
     await declare(quorum, name, max_deliveries=2)
@@ -116,7 +118,9 @@ async def test_peek_keeps_the_order_of_a_quorum_queue_and_charges_nothing(
         assert {delivery.envelope.attempt for delivery in taken} == {1}
 
 
-async def test_remove_takes_the_oldest_of_one_id(backend: RabbitMQBackend, name: str) -> None:
+async def test_remove_deletes_the_oldest_messages_with_an_id(
+    backend: RabbitMQBackend, name: str
+) -> None:
     await backend.declare(QueueSpec(name=name, drop_oldest=True, max_depth=10))
     messages = [Envelope("a", b"1"), Envelope("b", b"2"), Envelope("a", b"3"), Envelope("a", b"4")]
     await backend.publish(name, messages)
@@ -124,7 +128,7 @@ async def test_remove_takes_the_oldest_of_one_id(backend: RabbitMQBackend, name:
     assert [envelope.body for envelope in await backend.peek(name, 10)] == [b"4"]
 
 
-async def test_a_topic_is_counted_seen_purged_and_deleted_with_its_groups(
+async def test_stats_peek_purge_and_delete_include_all_groups_of_a_topic(
     backend: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name, broadcast=True))
@@ -145,14 +149,14 @@ async def test_a_topic_is_counted_seen_purged_and_deleted_with_its_groups(
         await ready(raw, group_queue(name, "mail"))
 
 
-async def test_a_delayed_message_whose_queue_is_gone_is_kept_aside(
+async def test_a_delayed_message_of_a_deleted_queue_goes_to_the_lost_queue(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await declare(classic, name)
     id = new_id()
     later = SystemClock().time() + 0.5
     await classic.publish(name, [Envelope(id, b"x", not_before=later)])
-    await raw.queue_delete(name)  # past qkit, which would take out what waits for it
+    await raw.queue_delete(name)  # not with qkit, which would also remove delayed messages
 
     async def kept() -> bool:
         return id in [envelope.id for envelope in await classic.peek(LOST, 10_000)]

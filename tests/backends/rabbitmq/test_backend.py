@@ -1,4 +1,4 @@
-"""The RabbitMQ backend as a service opens it."""
+"""RabbitMQ backend as used by a service: shutdown, protocols and settings."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.support.waiting import eventually
 
 
 @pytest.mark.proves("003-shutdown-5", "003-shutdown-6", "003-shutdown-7", "003-shutdown-8")
-async def test_shutdown_stops_taking_closes_channels_and_connections_and_is_told_last(
+async def test_shutdown_stops_consuming_closes_connections_and_then_emits_its_event(
     rabbitmq_url: str,
 ) -> None:
     name = f"s-{uuid.uuid4().hex[:10]}"
     backend = RabbitMQBackend(rabbitmq_url)
     started, finish = asyncio.Event(), asyncio.Event()
     handled: list[str] = []
-    told: list[list[bool]] = []
+    closed_at_event: list[list[bool]] = []
 
     @consume(name)
     async def handle(body: str) -> None:
@@ -53,17 +53,19 @@ async def test_shutdown_stops_taking_closes_channels_and_connections_and_is_told
         for channel in connection.channels.values()
         if isinstance(channel, aiormq.Channel)
     ]
-    assert len(channels) >= 3, "one to publish, one to consume, one for questions"
+    assert len(channels) >= 3, "expected channels for publishing, consuming and control"
     service.on(
         "shutdown",
-        lambda event: told.append([item is None or item.is_closed for item in connections]),
+        lambda event: closed_at_event.append(
+            [item is None or item.is_closed for item in connections]
+        ),
     )
     stopping = asyncio.ensure_future(service.shutdown())
     await eventually(lambda: not service.ready)
     finish.set()
     await stopping
-    assert handled == ["running"], "the other was not taken once the shutdown began"
-    assert told == [[True, True]]
+    assert handled == ["running"], "a message was delivered after the shutdown began"
+    assert closed_at_event == [[True, True]]
     assert all(channel.is_closed for channel in channels)
     async with bare_channel(rabbitmq_url) as raw:
         assert await ready(raw, name) == 1
@@ -71,14 +73,14 @@ async def test_shutdown_stops_taking_closes_channels_and_connections_and_is_told
             await raw.queue_delete(queue)
 
 
-def test_it_offers_the_whole_boundary() -> None:
+def test_the_backend_implements_admin_and_dropped_letter_source() -> None:
     backend = RabbitMQBackend("amqp://localhost/")
     for protocol in (Admin, DroppedLetterSource):
         assert isinstance(backend, protocol)
-    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
+    assert not isinstance(backend, DeadLetterSource), "the backend itself writes no dead letters"
 
 
-def test_settings_choose_it() -> None:
+def test_settings_open_the_backend() -> None:
     settings = Settings(type="rabbitmq", url="amqp://localhost/")
     backend = open_backend(settings, SystemClock())
     assert isinstance(backend, RabbitMQBackend)
@@ -87,7 +89,7 @@ def test_settings_choose_it() -> None:
 
 
 @pytest.mark.proves("000-replication-1")
-def test_replicas_choose_quorum_queues() -> None:
+def test_replicas_above_one_select_quorum_queues() -> None:
     settings = Settings(type="rabbitmq", url="amqp://localhost/", replicas=3)
     backend = open_backend(settings, SystemClock())
     assert isinstance(backend, RabbitMQBackend)
@@ -99,12 +101,12 @@ def test_replicas_choose_quorum_queues() -> None:
     assert arguments["x-quorum-initial-group-size"] == 3
     assert arguments["x-dead-letter-strategy"] == "at-least-once"
     assert arguments["x-overflow"] == "reject-publish"
-    # So high that the service always sees a message before the broker takes it out.
+    # So high that the service always dead-letters a message before the broker removes it.
     assert arguments["x-delivery-limit"] == 1_000_000_000
 
 
-def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The failed import replaces the package in its parent: put the first one back afterwards.
+def test_a_missing_client_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The failed import replaces this attribute of the parent package; restore it afterwards.
     monkeypatch.setattr(backends, "rabbitmq", sys.modules["qkit.backends.rabbitmq"])
     for module in [item for item in sys.modules if item.startswith("qkit.backends.rabbitmq")]:
         monkeypatch.delitem(sys.modules, module)

@@ -1,4 +1,4 @@
-"""Channels that the broker closes, queues that vanish, releases that fail."""
+"""Closed channels, deleted queues and failed releases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.rabbitmq import (
 from tests.support.waiting import eventually
 
 
-async def test_a_channel_that_the_broker_closed_ends_the_subscription_and_says_why(
+async def test_a_channel_closed_by_the_broker_ends_the_subscription_with_the_reason(
     backend: RabbitMQBackend, name: str
 ) -> None:
     await declare(backend, name)
@@ -51,58 +51,58 @@ async def test_a_channel_that_the_broker_closed_ends_the_subscription_and_says_w
         assert delivery.envelope.id == "a"
 
 
-async def test_a_service_consumes_again_after_its_channel_was_closed(
+async def test_a_service_consumes_again_after_its_channel_is_closed(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[RabbitSubscription] = []
     got: asyncio.Queue[int] = asyncio.Queue()
-    opening = RabbitSubscription.open
+    original_open = RabbitSubscription.open
 
-    async def note(subscription: RabbitSubscription) -> None:
-        await opening(subscription)
+    async def record(subscription: RabbitSubscription) -> None:
+        await original_open(subscription)
         opened.append(subscription)
 
     @consume(name)
     async def handle(number: int) -> None:
         got.put_nowait(number)
 
-    monkeypatch.setattr(RabbitSubscription, "open", note)
+    monkeypatch.setattr(RabbitSubscription, "open", record)
     service = QueueService(Settings(type="rabbitmq", url=rabbitmq_url))
     service.register(handle)
 
-    async def arrives(number: int) -> None:
+    async def received(number: int) -> None:
         while (other := await got.get()) != number:
-            assert other == number - 1  # its ack was on the way when the channel was closed
+            assert other == number - 1  # redelivered, as its ack was lost with the channel
 
     async with service, asyncio.timeout(60):
         await service.send(name, 1)
-        await arrives(1)
+        await received(1)
         assert opened[0]._channel is not None
         await opened[0]._channel.basic_ack(4711)
         await eventually(lambda: len(opened) == 2)
         await eventually(lambda: is_(consumers(raw, name), 1))
         await service.send(name, 2)
-        await arrives(2)
+        await received(2)
         await raw.queue_delete(name)
         await eventually(lambda: len(opened) == 3)
         await eventually(lambda: is_(consumers(raw, name), 1))
         await service.send(name, 3)
-        await arrives(3)
+        await received(3)
     for queue in (name, f"{name}.dlq"):
         await raw.queue_delete(queue)
 
 
-async def test_a_handler_whose_channel_was_closed_is_cancelled_also_when_nothing_is_received(
+async def test_a_handler_whose_channel_was_closed_is_cancelled_while_no_receive_is_waiting(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its message is in the queue again: what it would do is done by the next delivery."""
+    """The message is redelivered, so the handler must not continue."""
     opened: list[RabbitSubscription] = []
-    opening = RabbitSubscription.open
+    original_open = RabbitSubscription.open
     began: list[int] = []
     cancelled = asyncio.Event()
 
-    async def note(subscription: RabbitSubscription) -> None:
-        await opening(subscription)
+    async def record(subscription: RabbitSubscription) -> None:
+        await original_open(subscription)
         opened.append(subscription)
 
     @consume(name, prefetch=1)
@@ -114,13 +114,13 @@ async def test_a_handler_whose_channel_was_closed_is_cancelled_also_when_nothing
             finally:
                 cancelled.set()
 
-    monkeypatch.setattr(RabbitSubscription, "open", note)
+    monkeypatch.setattr(RabbitSubscription, "open", record)
     service = QueueService(Settings(type="rabbitmq", url=rabbitmq_url))
     service.register(handle)
     async with service, asyncio.timeout(60):
         await service.send(name, 1)
         await eventually(lambda: began == [1])
-        assert not opened[0]._arrivals.receivers, "its only slot is taken"
+        assert not opened[0]._arrivals.receivers, "a receive is waiting despite prefetch=1"
         assert opened[0]._channel is not None
         await opened[0]._channel.basic_ack(4711)
         await cancelled.wait()
@@ -140,7 +140,7 @@ async def test_a_deleted_queue_ends_its_subscriptions(backend: RabbitMQBackend, 
     assert name not in await backend.queues()
 
 
-async def test_a_release_that_fails_gives_the_message_back(
+async def test_a_message_whose_release_failed_is_requeued(
     classic: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await declare(classic, name)
@@ -149,7 +149,7 @@ async def test_a_release_that_fails_gives_the_message_back(
         (first,) = await take(subscription)
 
         async def fail(*arguments: object) -> None:
-            raise BackendUnavailable("no")
+            raise BackendUnavailable("cannot publish")
 
         monkeypatch.setattr(subscription, "_republish", fail)
         with pytest.raises(BackendUnavailable):
@@ -158,7 +158,7 @@ async def test_a_release_that_fails_gives_the_message_back(
         assert (again.envelope.id, again.envelope.attempt) == ("a", 1)
 
 
-async def test_a_delivery_is_settled_once_and_only_by_its_own_subscription(
+async def test_a_delivery_can_be_settled_only_once_and_only_by_its_subscription(
     backend: RabbitMQBackend, name: str
 ) -> None:
     await declare(backend, name)
@@ -178,7 +178,7 @@ async def test_a_delivery_is_settled_once_and_only_by_its_own_subscription(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_who_waits_for_room_in_the_drivers_queue_hears_that_the_connection_is_lost(
+async def test_sends_that_wait_for_a_full_write_queue_fail_when_the_connection_is_lost(
     rabbitmq_url: str, name: str, count: int
 ) -> None:
     with Proxy(URL(rabbitmq_url).port or 0) as proxy:
@@ -213,7 +213,7 @@ async def test_who_waits_for_room_in_the_drivers_queue_hears_that_the_connection
         await backend.aclose()
 
 
-async def test_a_sender_that_is_cancelled_while_connecting_does_not_delay_the_others(
+async def test_a_send_that_is_cancelled_while_connecting_does_not_affect_other_sends(
     rabbitmq_url: str, name: str
 ) -> None:
     with Proxy(URL(rabbitmq_url).port or 0) as proxy:

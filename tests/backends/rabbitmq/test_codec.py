@@ -1,4 +1,4 @@
-"""Messages to and from other programs, and those that the broker itself takes out of a queue."""
+"""Message format: foreign messages, headers, and messages that the broker dead-letters."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_foreign_message_reaches_a_typed_handler_with_its_headers(
         await service.delete(f"{name}.dlq")
 
 
-async def test_a_foreign_message_that_goes_back_keeps_the_types_of_its_headers(
+async def test_a_released_foreign_message_keeps_the_types_of_its_headers(
     backend: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await declare(backend, name)
@@ -155,7 +155,7 @@ async def test_another_program_reads_what_qkit_sent(
     assert found.message_type == "order.placed"
     assert found.timestamp is not None
     assert abs(found.timestamp.timestamp() - SystemClock().time()) < 10
-    assert found.expiration is None, "a classic queue may lose what it lets expire"
+    assert found.expiration is None, "a classic queue could lose a message that expires"
     headers = dict(found.headers or {})
     assert headers.pop("qkit-expires-at") == pytest.approx((SystemClock().time() + 60) * 1000, 1e-4)
     assert headers == {
@@ -166,10 +166,10 @@ async def test_another_program_reads_what_qkit_sent(
     }
 
 
-async def test_headers_upon_which_the_broker_would_act_arrive_unchanged(
+async def test_headers_that_the_broker_interprets_arrive_unchanged(
     backend: RabbitMQBackend, name: str
 ) -> None:
-    odd = {
+    headers = {
         "CC": "elsewhere",
         "BCC": "elsewhere",
         "x-death": "no",
@@ -181,16 +181,16 @@ async def test_headers_upon_which_the_broker_would_act_arrive_unchanged(
         "type": "",
     }
     await declare(backend, name)
-    await backend.publish(name, [Envelope("a", b"x", dict(odd))])
+    await backend.publish(name, [Envelope("a", b"x", dict(headers))])
     async with backend.subscribe(spec(name)) as subscription:
         for attempt in (1, 2):
             (delivery,) = await take(subscription)
-            assert delivery.envelope.headers == odd
+            assert delivery.envelope.headers == headers
             assert delivery.envelope.attempt == attempt
             await subscription.release(delivery, 0.0)
 
 
-async def test_an_id_longer_than_amqp_carries_is_refused(
+async def test_an_id_that_is_too_long_for_amqp_is_rejected(
     classic: RabbitMQBackend, name: str
 ) -> None:
     await declare(classic, name)
@@ -198,27 +198,27 @@ async def test_an_id_longer_than_amqp_carries_is_refused(
         await classic.publish(name, [Envelope("x" * 256, b"x")])
 
 
-# What the broker itself takes out of a queue
+# Messages that the broker itself dead-letters
 
 
-async def test_a_message_that_the_broker_let_expire_is_the_same_dead_letter(
+async def test_the_broker_and_the_service_write_the_same_dead_letter_for_an_expired_message(
     backend: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
 ) -> None:
     await declare(backend, name)
     soon = SystemClock().time() + 0.3
     expiring = Envelope("a", b"x", {"h": "1"}, key="k", expires_at=soon)
-    usual = None if backend._quorum else 5
-    sent = encode(expiring, now=SystemClock().time(), priority=usual, expire=True)
+    priority = None if backend._quorum else 5
+    sent = encode(expiring, now=SystemClock().time(), priority=priority, expire=True)
     await raw.basic_publish(b"x", routing_key=name, properties=sent)
     by_broker = await dead(backend, name)
     assert await backend.purge(f"{name}.dlq") == 1
-    stale = Envelope("a", b"x", {"h": "1"}, key="k", expires_at=SystemClock().time() - 1)
-    backend._topology.expiring.clear()  # the broker must not let this one expire
-    await backend.publish(name, [stale])
+    expired = Envelope("a", b"x", {"h": "1"}, key="k", expires_at=SystemClock().time() - 1)
+    backend._topology.expiring.clear()  # the broker must not remove this message
+    await backend.publish(name, [expired])
 
     @consume(name)
     async def handle(body: bytes) -> None:
-        raise AssertionError("an expired message is not handled")
+        raise AssertionError("an expired message was handled")
 
     service = QueueService(
         Settings(type="rabbitmq", url=rabbitmq_url),
@@ -227,15 +227,15 @@ async def test_a_message_that_the_broker_let_expire_is_the_same_dead_letter(
     service.register(handle)
     async with service:
         by_service = await dead(backend, name)
-    facts = [
+    without_times = [
         replace(item, first_failed_at=0.0, last_failed_at=0.0) for item in (by_broker, by_service)
     ]
-    assert facts[0] == facts[1]
+    assert without_times[0] == without_times[1]
     assert by_broker.reason == Reason.TTL_EXPIRED
-    assert abs(by_broker.last_failed_at - soon) <= 2, "the broker's clock counts seconds"
+    assert abs(by_broker.last_failed_at - soon) <= 2  # the broker records whole seconds
 
 
-async def test_a_message_that_another_program_rejected_is_a_dead_letter(
+async def test_a_message_rejected_by_another_program_becomes_a_dead_letter(
     backend: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await declare(backend, name)
@@ -252,10 +252,10 @@ async def test_a_message_that_another_program_rejected_is_a_dead_letter(
     )
 
 
-async def test_a_dead_letter_of_the_broker_s_making_is_replayed_and_may_die_again(
+async def test_a_message_dead_lettered_by_the_broker_can_be_replayed_repeatedly(
     rabbitmq_url: str, raw: aiormq.Channel, name: str
 ) -> None:
-    """Also twice: a copy that carried the broker's notes along would be dropped without a word."""
+    """RabbitMQ would silently drop a copy that still has the ``x-death`` header."""
     async with QueueService(Settings(type="rabbitmq", url=rabbitmq_url)) as service:
         await service.send(name, "a")
         for _ in range(3):
@@ -271,7 +271,7 @@ async def test_a_dead_letter_of_the_broker_s_making_is_replayed_and_may_die_agai
         await service.delete(f"{name}.dlq")
 
 
-async def test_a_foreign_message_without_an_id_is_replayed_once(
+async def test_a_foreign_message_without_an_id_can_be_removed_by_its_derived_id(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await declare(classic, name)
@@ -284,15 +284,15 @@ async def test_a_foreign_message_without_an_id_is_replayed_once(
 
 
 async def _publish_without_id(raw: aiormq.Channel, name: str, body: bytes) -> None:
-    """The driver makes up an id for whoever gives none, which other programs' drivers do not."""
+    """Publish raw frames, because the driver adds an id to a message without one."""
     header = ContentHeader(body_size=len(body), properties=Basic.Properties(delivery_mode=2))
     frames: list[Any] = [Basic.Publish(routing_key=name), header, ContentBody(body)]
     await raw.write_queue.put(ChannelFrame.marshall(raw.number, frames))
     await eventually(lambda: ready(raw, name))
 
 
-def test_a_retry_of_small_headers_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring takes ten times as long as all the rest."""
+def test_the_size_of_small_headers_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes ten times as long as the rest of encoding."""
     original = Basic.Properties(message_id="1", headers={"tenant": "acme", "number": 7})
     envelope = codec.decode(original, b"")
     measured: list[int] = []
@@ -303,28 +303,28 @@ def test_a_retry_of_small_headers_is_not_measured(monkeypatch: pytest.MonkeyPatc
         return marshal(item)
 
     monkeypatch.setattr(Basic.Properties, "marshal", counted)
-    again = codec.encode_again(envelope, original, attempts=1)
-    assert again.headers == {"tenant": "acme", "number": 7, "qkit-attempts": 1}
+    copy = codec.encode_copy(envelope, original, attempts=1)
+    assert copy.headers == {"tenant": "acme", "number": 7, "qkit-attempts": 1}
     assert measured == []
-    envelope.headers["large"] = "x" * codec.FRAME
-    assert codec.encode_again(envelope, original, attempts=1).marshal()
+    envelope.headers["large"] = "x" * codec.DEFAULT_FRAME_BYTES
+    assert codec.encode_copy(envelope, original, attempts=1).marshal()
     assert measured
 
 
 @pytest.mark.parametrize("before", [None, {}])
-def test_many_headers_with_short_names_of_four_bytes_are_packed(
+def test_many_headers_with_names_of_four_byte_characters_fit_into_a_frame(
     before: dict[str, Any] | None,
 ) -> None:
     letters = [chr(0x1F300 + number) for number in range(100)]
     headers = {first + second: "" for first in letters for second in letters}
     envelope = Envelope("1", b"", headers)
     if before is None:
-        facts = codec.encode(envelope, now=1.0, priority=None, expire=False)
+        properties = codec.encode(envelope, now=1.0, priority=None, expire=False)
     else:
         original = Basic.Properties(headers=before)
-        facts = codec.encode_again(envelope, original, attempts=1)
-    assert len(facts.marshal()) < codec.FRAME
-    assert codec.decode(facts, b"").headers == headers
+        properties = codec.encode_copy(envelope, original, attempts=1)
+    assert len(properties.marshal()) < codec.DEFAULT_FRAME_BYTES
+    assert codec.decode(properties, b"").headers == headers
 
 
 def test_as_few_large_headers_as_possible_are_dropped() -> None:
@@ -332,8 +332,8 @@ def test_as_few_large_headers_as_possible_are_dropped() -> None:
     small = {f"h{number}": str(number) for number in range(50)}
     large = {f"large{size}": noise.randbytes(size).hex() for size in range(30_000, 34_000, 500)}
     envelope = Envelope("1", b"", small | large)
-    facts = codec.encode(envelope, now=1.0, priority=None, expire=False)
-    assert len(facts.marshal()) < codec.FRAME
-    found = codec.decode(facts, b"").headers
+    properties = codec.encode(envelope, now=1.0, priority=None, expire=False)
+    assert len(properties.marshal()) < codec.DEFAULT_FRAME_BYTES
+    found = codec.decode(properties, b"").headers
     kept = [f"large{size}" for size in (30_000, 30_500, 31_000)]
     assert found == small | {name: large[name] for name in kept} | {"qkit-dropped-headers": "5"}

@@ -1,4 +1,4 @@
-"""The delay cascade: never early, hardly late, whatever the lengths and the names."""
+"""Delay cascade: routing, accuracy for all delays and queue names, and declaration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkit._internal.clock import SystemClock
 from qkit.backend import QueueSpec
 from qkit.backends.rabbitmq import subscription as subscription_module
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
-from qkit.backends.rabbitmq.delay import LONGEST, UNIT, DelayCascade
+from qkit.backends.rabbitmq.delay import MAX_DELAY_SECONDS, UNIT_SECONDS, DelayCascade
 from qkit.backends.rabbitmq.topology import LEVELS, Topology
 from qkit.errors import ConfigError
 from qkit.message import Envelope
@@ -24,17 +24,19 @@ from tests.support.waiting import eventually
 @pytest.mark.parametrize(
     ("seconds", "units"), [(0.001, 1), (0.1, 1), (0.10001, 2), (1.0, 10), (60.0, 600), (1e9, None)]
 )
-def test_the_bits_of_a_key_are_the_delay_rounded_up(seconds: float, units: int | None) -> None:
+def test_the_routing_key_contains_the_rounded_up_delay_in_binary(
+    seconds: float, units: int | None
+) -> None:
     exchange, key = DelayCascade(Topology(quorum=False, replicas=1)).route("a.b", seconds)
     bits = key.split(".")[:LEVELS]
     found = int("".join(bits), 2)
     assert found == (2**LEVELS - 1 if units is None else units)
     assert exchange == f"qkit.delay.{found.bit_length() - 1:02d}"
     assert ".".join(key.split(".")[LEVELS:]) == "a.b"
-    assert found * UNIT >= min(seconds, LONGEST)
+    assert found * UNIT_SECONDS >= min(seconds, MAX_DELAY_SECONDS)
 
 
-def test_keys_fit_whatever_the_name() -> None:
+def test_routing_keys_of_long_names_are_distinct_and_short_enough() -> None:
     cascade = DelayCascade(Topology(quorum=False, replicas=1))
     keys = {cascade.route(f"{'x' * 254}{letter}", 1.0)[1] for letter in "ab"}
     assert len(keys) == 2
@@ -42,16 +44,16 @@ def test_keys_fit_whatever_the_name() -> None:
 
 
 async def lateness(backend: RabbitMQBackend, name: str, count: int, longest: float) -> list[float]:
-    """Send with random delays, all at once; how late each arrived."""
+    """Send messages with random delays; return by how many seconds each was late, sorted."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     await declare(backend, name)
     clock = SystemClock()
     due: dict[str, float] = {}
     envelopes: list[Envelope] = []
     for number in range(count):
-        at = clock.time() + dice.uniform(0.05, longest)
+        at = clock.time() + rng.uniform(0.05, longest)
         due[str(number)] = at
         envelopes.append(Envelope(str(number), b"x", not_before=at))
     late: list[float] = []
@@ -66,26 +68,26 @@ async def lateness(backend: RabbitMQBackend, name: str, count: int, longest: flo
     return sorted(late)
 
 
-async def test_mixed_delays_are_never_early_and_hardly_late(
+async def test_messages_with_mixed_delays_are_never_early_and_only_slightly_late(
     backend: RabbitMQBackend, name: str
 ) -> None:
     late = await lateness(backend, name, 300, 4.0)
     assert late[0] >= -0.002
-    print(f"late: p50 {late[150]:.3f} s, most {late[-1]:.3f} s")
-    assert late[150] <= 5.0, "on a machine that has other things to do"
+    print(f"late: p50 {late[150]:.3f} s, max {late[-1]:.3f} s")
+    assert late[150] <= 5.0  # generous, for a busy machine
 
 
 @pytest.mark.torture
-async def test_many_mixed_delays_are_never_early_and_hardly_late(
+async def test_many_messages_with_mixed_delays_are_never_early_and_only_slightly_late(
     backend: RabbitMQBackend, name: str
 ) -> None:
     late = await lateness(backend, name, 3_000, 20.0)
-    print(f"late: p50 {late[1500]:.3f} s, p99 {late[2970]:.3f} s, most {late[-1]:.3f} s")
+    print(f"late: p50 {late[1500]:.3f} s, p99 {late[2970]:.3f} s, max {late[-1]:.3f} s")
     assert late[0] >= -0.002
     assert late[2970] <= 1.0
 
 
-async def test_a_name_that_ends_as_another_gets_none_of_its_messages(
+async def test_delayed_messages_are_not_delivered_to_queues_with_similar_names(
     classic: RabbitMQBackend, name: str
 ) -> None:
     names = [name, f"eu.{name}", f"{name}.eu", f"0.{name}", f"{name}.."]
@@ -122,11 +124,11 @@ async def test_a_delayed_message_to_a_topic_reaches_every_group(
             assert delivery.envelope.attempt == 2
 
 
-async def test_a_message_that_comes_before_its_time_waits_again(
+async def test_a_message_that_leaves_the_cascade_early_is_delayed_again(
     backend: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after 77 days, which is as long as the cascade can hold it."""
-    monkeypatch.setattr("qkit.backends.rabbitmq.backend.LONGEST", 0.2)
+    """A delay longer than the cascade's maximum of 77 days needs several passes."""
+    monkeypatch.setattr("qkit.backends.rabbitmq.backend.MAX_DELAY_SECONDS", 0.2)
     route = DelayCascade.route
     monkeypatch.setattr(
         DelayCascade, "route", lambda self, name, seconds: route(self, name, min(seconds, 0.2))
@@ -140,10 +142,10 @@ async def test_a_message_that_comes_before_its_time_waits_again(
         assert (delivery.envelope.attempt, delivery.envelope.headers) == (1, {"h": "1"})
 
 
-async def test_a_message_that_is_retried_many_times_is_never_dropped(
+async def test_a_message_that_is_retried_many_times_is_not_dropped(
     backend: RabbitMQBackend, name: str
 ) -> None:
-    """It passes the same queues each time, which the broker takes for a cycle if it may know."""
+    """RabbitMQ drops a message with an ``x-death`` header that passes through a cycle of queues."""
     await declare(backend, name)
     await backend.publish(name, [Envelope("m", b"x")])
     async with backend.subscribe(spec(name)) as subscription:
@@ -153,23 +155,22 @@ async def test_a_message_that_is_retried_many_times_is_never_dropped(
             await subscription.release(delivery, 0.1)
 
 
-async def test_a_cascade_that_somebody_broke_is_mended_by_the_next_send(
+async def test_an_existing_cascade_can_be_declared_again(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
-    """Level 0 alone: others may be using the rest."""
     await declare(classic, name)
-    begun = time.monotonic()
+    began = time.monotonic()
     await classic.publish(name, [Envelope("a", b"x", not_before=SystemClock().time() + 0.01)])
     async with classic.subscribe(spec(name)) as subscription:
         await take(subscription)
-        assert time.monotonic() - begun < 30
-        classic._cascade.ready = False  # as in a service that starts
+        assert time.monotonic() - began < 30
+        classic._cascade.ready = False  # as in a new service
         await classic.publish(name, [Envelope("b", b"x", not_before=SystemClock().time() + 0.01)])
         (delivery,) = await take(subscription)
         assert delivery.envelope.id == "b"
 
 
-async def test_a_cascade_that_is_of_another_kind_is_refused_by_name(
+async def test_a_cascade_with_other_arguments_raises_an_error_that_names_its_queue(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkit.backends.rabbitmq.delay.DELAY", f"{name}.delay")
@@ -187,7 +188,7 @@ async def test_a_cascade_that_is_of_another_kind_is_refused_by_name(
         await raw.exchange_delete(queue)
 
 
-async def test_passive_makes_no_cascade(
+async def test_a_passive_declaration_creates_no_cascade(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkit.backends.rabbitmq.delay.DELAY", f"{name}.none")
@@ -202,7 +203,7 @@ async def test_passive_makes_no_cascade(
     await backend.aclose()
 
 
-async def test_purging_one_queue_leaves_what_waits_for_others(
+async def test_a_purge_keeps_delayed_messages_of_other_queues(
     backend: RabbitMQBackend, name: str
 ) -> None:
     other = f"{name}-other"
@@ -227,10 +228,10 @@ async def _empty(backend: RabbitMQBackend, name: str) -> bool:
     return (await backend.stats(name)).depth == 0
 
 
-async def test_a_queue_that_another_program_made_gets_its_delayed_messages(
+async def test_a_queue_declared_by_another_program_receives_delayed_messages(
     classic: RabbitMQBackend, rabbitmq_url: str, raw: aiormq.Channel, name: str
 ) -> None:
-    """``declare="passive"``: nobody bound it where delayed messages come out."""
+    """With ``declare="passive"``, the queue is not yet bound to the exit of the cascade."""
     await declare(classic, f"{name}-other")
     await classic.publish(f"{name}-other", [Envelope("x", b"", not_before=time.time() + 0.1)])
     await raw.queue_declare(name, durable=True)
@@ -249,25 +250,25 @@ async def test_a_queue_that_another_program_made_gets_its_delayed_messages(
         await raw.queue_delete(name)
 
 
-async def test_a_copy_that_cannot_be_sent_does_not_make_a_hot_loop(
+async def test_a_failed_release_does_not_cause_a_busy_loop(
     classic: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscription_module, "REQUEUE_DELAY_SECONDS", 0.5)
     await declare(classic, name)
     await classic.publish(name, [Envelope("a", b"")])
-    refused = 0
+    failures = 0
 
-    async def refuse(*_: object) -> None:
-        nonlocal refused
-        refused += 1
+    async def fail(*_: object) -> None:
+        nonlocal failures
+        failures += 1
         raise ConfigError("no cascade")
 
     async with classic.subscribe(spec(name)) as subscription:
-        monkeypatch.setattr(subscription, "_republish", refuse)
+        monkeypatch.setattr(subscription, "_republish", fail)
         began = time.monotonic()
         for _ in range(3):
             (delivery,) = await take(subscription, 1)
             with pytest.raises(ConfigError):
                 await subscription.release(delivery, 1.0)
-        assert refused == 3
+        assert failures == 3
         assert time.monotonic() - began >= 2 * 0.5

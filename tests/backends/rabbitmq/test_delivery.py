@@ -1,4 +1,4 @@
-"""Nothing is lost and nothing mixed up: cancellations, prefetching, acks in any order."""
+"""Sending and receiving: cancellations, prefetch, acks in any order, crashes and expiry."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.rabbitmq import (
 from tests.support.waiting import eventually
 
 
-async def test_a_header_that_amqp_cannot_carry_concerns_its_own_message_alone(
+async def test_an_invalid_header_fails_only_its_message(
     backend: RabbitMQBackend, name: str
 ) -> None:
     await declare(backend, name)
@@ -59,12 +59,10 @@ async def test_a_header_that_amqp_cannot_carry_concerns_its_own_message_alone(
     assert [item.id for item in await backend.peek(name, 9)] == ["a", "d"]
 
 
-async def test_a_cancelled_wait_loses_nothing_fifty_times(
-    backend: RabbitMQBackend, name: str
-) -> None:
+async def test_a_cancelled_receive_loses_no_message(backend: RabbitMQBackend, name: str) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     await declare(backend, name)
     got: list[str] = []
     sent: list[str] = []
@@ -80,12 +78,12 @@ async def test_a_cancelled_wait_loses_nothing_fifty_times(
                 await subscription.ack(delivery)
 
         for _ in range(50):
-            subscription = dice.choice([one, two])
+            subscription = rng.choice([one, two])
             receiving = asyncio.ensure_future(subscription.receive(5))
-            await asyncio.sleep(dice.choice([0, 0.0005, 0.002]))
+            await asyncio.sleep(rng.choice([0, 0.0005, 0.002]))
             envelope = Envelope(new_id(), b"x")
             sending = asyncio.ensure_future(backend.publish(name, [envelope]))
-            await asyncio.sleep(dice.choice([0, 0.0003, 0.001, 0.003]))
+            await asyncio.sleep(rng.choice([0, 0.0003, 0.001, 0.003]))
             receiving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await settle(subscription, await receiving)
@@ -104,7 +102,7 @@ async def test_a_cancelled_wait_loses_nothing_fifty_times(
     assert (await backend.stats(name)).depth == 0
 
 
-async def test_a_cancelled_send_leaves_no_answer_for_the_next(
+async def test_the_confirmation_of_a_cancelled_send_does_not_reach_the_next_send(
     backend: RabbitMQBackend, name: str
 ) -> None:
     await declare(backend, name)
@@ -115,21 +113,21 @@ async def test_a_cancelled_send_leaves_no_answer_for_the_next(
         sending.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sending
-        # Under the same id, into nowhere: the answer must be its own.
+        # Send the same id to a missing queue, so that the outcome differs.
         with pytest.raises(QueueNotFound):
-            await backend.publish(f"{name}-gone", [Envelope(f"c{number}", b"x")])
+            await backend.publish(f"{name}-missing", [Envelope(f"c{number}", b"x")])
     assert await backend.publish(name, [Envelope("last", b"x")]) == [Sent("last")]
 
 
-async def test_two_of_one_id_are_never_in_flight_on_one_channel(
+async def test_messages_with_the_same_id_get_separate_outcomes(
     backend: RabbitMQBackend, name: str
 ) -> None:
-    """The driver would swap their answers: one is unroutable, the other is not."""
+    """The driver would swap the outcomes of two unconfirmed messages on one channel."""
     await declare(backend, name)
     for _ in range(10):
         good, bad = await asyncio.gather(
             backend.publish(name, [Envelope("same", b"x")] * 3),
-            backend.publish(f"{name}-gone", [Envelope("same", b"x")]),
+            backend.publish(f"{name}-missing", [Envelope("same", b"x")]),
             return_exceptions=True,
         )
         assert good == [Sent("same")] * 3
@@ -137,36 +135,36 @@ async def test_two_of_one_id_are_never_in_flight_on_one_channel(
     assert (await backend.stats(name)).depth == 30
 
 
-async def test_an_unroutable_message_is_not_found_and_the_others_arrive(
+async def test_an_unroutable_message_raises_queue_not_found_and_later_messages_arrive(
     backend: RabbitMQBackend, rabbitmq_url: str, name: str
 ) -> None:
     await declare(backend, name)
     with pytest.raises(QueueNotFound) as caught:
-        await backend.publish(f"{name}-gone", [Envelope("a", b"x")])
-    assert (caught.value.queue, caught.value.message_id) == (f"{name}-gone", "a")
+        await backend.publish(f"{name}-missing", [Envelope("a", b"x")])
+    assert (caught.value.queue, caught.value.message_id) == (f"{name}-missing", "a")
     assert isinstance(caught.value.cause, aiormq.exceptions.PublishError)
     assert await backend.publish(name, [Envelope("b", b"x")]) == [Sent("b")]
 
 
-async def test_a_topic_that_is_gone_takes_no_other_send_with_it(
+async def test_a_send_to_a_deleted_topic_does_not_fail_other_sends_permanently(
     backend: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
-    """An unknown exchange closes the channel and fails all in flight: only one is to blame."""
+    """An unknown exchange closes the channel and fails all its unconfirmed messages."""
     await declare(backend, name)
     await backend.declare(QueueSpec(name=f"{name}-topic", broadcast=True))
     await raw.exchange_delete(f"{name}-topic")
-    gone, others = await asyncio.gather(
+    to_topic, others = await asyncio.gather(
         backend.publish(f"{name}-topic", [Envelope("t", b"x")]),
         backend.publish(name, [Envelope(str(number), b"x") for number in range(50)]),
         return_exceptions=True,
     )
-    assert isinstance(gone, QueueNotFound)
+    assert isinstance(to_topic, QueueNotFound)
     failed = others.results if isinstance(others, PartialSend) else [others]
     for other in failed:
-        assert isinstance(other, list | Sent | BackendUnavailable), "it may be tried again"
+        assert isinstance(other, list | Sent | BackendUnavailable), "the error is not retriable"
 
     async def sent(queue: str) -> bool:
-        with contextlib.suppress(BackendUnavailable):  # the driver may lose its connection by this
+        with contextlib.suppress(BackendUnavailable):  # the driver may have lost its connection
             return await backend.publish(queue, [Envelope("again", b"x")]) == [Sent("again")]
         return False
 
@@ -175,7 +173,7 @@ async def test_a_topic_that_is_gone_takes_no_other_send_with_it(
     await eventually(lambda: sent(f"{name}-topic"))
 
 
-async def test_what_was_prefetched_goes_back_when_a_consumer_stops(
+async def test_prefetched_messages_are_returned_when_a_consumer_stops(
     backend: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await declare(backend, name)
@@ -188,14 +186,14 @@ async def test_what_was_prefetched_goes_back_when_a_consumer_stops(
         await subscription.ack(held)
     async with backend.subscribe(spec(name, prefetch=20)) as again:
         found = await take(again, 9)
-        assert {delivery.envelope.attempt for delivery in found} == {1}, "nobody had seen them"
+        assert {delivery.envelope.attempt for delivery in found} == {1}, "an attempt was counted"
         wanted = [str(number) for number in range(1, 10)]
         assert sorted(delivery.envelope.id for delivery in found) == wanted
         if not backend._quorum:
-            assert [delivery.envelope.id for delivery in found] == wanted, "in their old places"
+            assert [delivery.envelope.id for delivery in found] == wanted, "the order changed"
 
 
-async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
+async def test_a_paused_consumer_does_not_keep_messages_from_other_consumers(
     backend: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscription_module, "UNRECEIVED_RETURN_SECONDS", 0.2)
@@ -217,12 +215,12 @@ async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
         done, pending = await asyncio.wait(
             receiving, timeout=60, return_when=asyncio.FIRST_COMPLETED
         )
-        assert done, "the paused one consumes again when it is asked"
+        assert done, "neither consumer received the message"
         for task in pending:
             task.cancel()
 
 
-async def test_prefetched_messages_go_back_uncharged_although_stop_was_cancelled(
+async def test_prefetched_messages_count_no_attempt_if_stop_was_cancelled(
     quorum: RabbitMQBackend, name: str
 ) -> None:
     await declare(quorum, name)
@@ -240,10 +238,10 @@ async def test_prefetched_messages_go_back_uncharged_although_stop_was_cancelled
         assert {delivery.envelope.attempt for delivery in found} == {1}
 
 
-async def test_an_unclaimed_message_of_which_no_copy_can_be_sent_goes_back_itself(
+async def test_an_unreceived_message_is_requeued_if_no_copy_can_be_sent(
     quorum: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not stay with a consumer that is paused."""
+    """The message must not stay with a paused consumer."""
     monkeypatch.setattr(subscription_module, "UNRECEIVED_RETURN_SECONDS", 0.05)
     monkeypatch.setattr(subscription_module, "REQUEUE_DELAY_SECONDS", 0.05)
     await declare(quorum, name)
@@ -266,7 +264,7 @@ async def test_an_unclaimed_message_of_which_no_copy_can_be_sent_goes_back_itsel
 
 @pytest.mark.proves("003-speed-2")
 @pytest.mark.parametrize("prefetch", [2, 5])
-async def test_the_broker_counts_no_more_unacknowledged_than_the_prefetch(
+async def test_the_broker_delivers_no_more_unacknowledged_messages_than_the_prefetch(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, prefetch: int
 ) -> None:
     running = 0
@@ -285,18 +283,18 @@ async def test_the_broker_counts_no_more_unacknowledged_than_the_prefetch(
         await eventually(lambda: running == 2)
         await eventually(lambda: is_(ready(raw, name), 30 - prefetch))
         await asyncio.sleep(0.3)
-        assert await ready(raw, name) == 30 - prefetch, "the rest is with the broker"
+        assert await ready(raw, name) == 30 - prefetch, "more than the prefetch left the queue"
         gate.set()
         await eventually(lambda: running == 30)
     for queue in (name, f"{name}.dlq"):
         await raw.queue_delete(queue)
 
 
-def test_without_a_prefetch_it_is_one(rabbitmq_url: str) -> None:
+def test_the_default_prefetch_is_one(rabbitmq_url: str) -> None:
     assert Settings(type="rabbitmq", url=rabbitmq_url).effective_prefetch == 1
 
 
-async def test_a_slow_message_does_not_hold_back_the_acks_of_later_ones(
+async def test_a_slow_message_does_not_delay_the_acks_of_later_messages(
     backend: RabbitMQBackend, name: str
 ) -> None:
     await declare(backend, name)
@@ -311,33 +309,33 @@ async def test_a_slow_message_does_not_hold_back_the_acks_of_later_ones(
     assert (await backend.stats(name)).depth == 0
 
 
-async def test_acks_in_any_order_settle_exactly_what_was_acknowledged(
+async def test_acks_in_any_order_settle_exactly_the_acked_messages(
     backend: RabbitMQBackend, name: str
 ) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     await declare(backend, name)
     await backend.publish(name, [Envelope(str(number), b"x") for number in range(200)])
     kept: set[str] = set()
     async with backend.subscribe(spec(name, prefetch=200)) as subscription:
         found = await take(subscription, 200)
-        dice.shuffle(found)
+        rng.shuffle(found)
         for delivery in found:
-            what = dice.random()
-            if what < 0.2:
+            choice = rng.random()
+            if choice < 0.2:
                 kept.add(delivery.envelope.id)
                 await subscription.release(delivery, 0.0, count_attempt=False)
-            elif what < 0.3:
-                kept.add(delivery.envelope.id)  # held until the end
+            elif choice < 0.3:
+                kept.add(delivery.envelope.id)  # unsettled when the subscription ends
             else:
                 await subscription.ack(delivery)
-            if dice.random() < 0.1:
+            if rng.random() < 0.1:
                 await asyncio.sleep(0)
     assert {envelope.id for envelope in await backend.peek(name, 300)} == kept
 
 
-async def test_a_message_whose_every_delivery_crashed_is_refused_by_the_service(
+async def test_a_message_that_crashed_every_consumer_is_dead_lettered_by_the_service(
     quorum: RabbitMQBackend, rabbitmq_url: str, name: str
 ) -> None:
     await declare(quorum, name)
@@ -347,10 +345,10 @@ async def test_a_message_whose_every_delivery_crashed_is_refused_by_the_service(
             (delivery,) = await take(subscription)
             assert delivery.envelope.attempt == attempt
             assert subscription._channel is not None
-            await subscription._channel.close()  # as if the process were gone
+            await subscription._channel.close()  # as if the process had crashed
             with pytest.raises(SubscriptionLost):
                 await subscription.receive(1)
-    async with refusing_service(rabbitmq_url, name, retry={"max_attempts": 3}) as service:
+    async with service_without_calls(rabbitmq_url, name, retry={"max_attempts": 3}) as service:
         letter = await dead(quorum, name)
         await eventually(lambda: has_depth(quorum, name, 0))
         assert service.metrics().messages_dead_lettered == 1
@@ -358,15 +356,15 @@ async def test_a_message_whose_every_delivery_crashed_is_refused_by_the_service(
     assert (letter.message_id, letter.error_type) == ("killer", "LeaseExpired")
 
 
-async def test_an_expired_message_is_delivered_and_never_sent_to_wait(
+async def test_an_expired_message_is_delivered_even_if_it_is_delayed(
     backend: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
-    """The service writes its dead letter at once, also if it was to be handled later."""
+    """The service can then write the dead letter immediately."""
     await declare(backend, name)
     now = SystemClock().time()
     expired = Envelope("a", b"1", expires_at=now - 1)
-    facts = codec.encode(expired, now=now, priority=None, expire=False, due=now + 3600)
-    await raw.basic_publish(b"1", routing_key=name, properties=facts)
+    properties = codec.encode(expired, now=now, priority=None, expire=False, due=now + 3600)
+    await raw.basic_publish(b"1", routing_key=name, properties=properties)
     async with backend.subscribe(spec(name)) as subscription:
         (delivery,) = await take(subscription)
         assert delivery.envelope.attempt == 1
@@ -374,12 +372,12 @@ async def test_an_expired_message_is_delivered_and_never_sent_to_wait(
         await subscription.ack(delivery)
 
 
-async def test_the_letter_of_an_expired_message_goes_to_a_new_queue_if_its_own_was_deleted(
+async def test_a_deleted_dead_letter_queue_is_recreated_for_an_expired_message(
     backend: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
 ) -> None:
     await declare(backend, name)
-    backend._topology.expiring.clear()  # otherwise the broker lets it expire in a quorum queue
-    async with refusing_service(rabbitmq_url, name, quorum=backend._quorum) as service:
+    backend._topology.expiring.clear()  # or the broker would remove it from a quorum queue
+    async with service_without_calls(rabbitmq_url, name, quorum=backend._quorum) as service:
         await raw.queue_delete(f"{name}.dlq")
         await backend.publish(name, [Envelope("a", b"1", expires_at=SystemClock().time() - 1)])
         await eventually(lambda: service.metrics().messages_dead_lettered == 1)
@@ -388,10 +386,10 @@ async def test_the_letter_of_an_expired_message_goes_to_a_new_queue_if_its_own_w
 
 
 @contextlib.asynccontextmanager
-async def refusing_service(
+async def service_without_calls(
     url: str, name: str, *, quorum: bool = True, **settings: Any
 ) -> AsyncGenerator[QueueService, None]:
-    """A service whose handler must not be called."""
+    """Run a service and fail if its handler is called."""
     called: list[int] = []
 
     @consume(name)

@@ -1,4 +1,4 @@
-"""Many messages in one write: in order, each with its own answer, whatever befalls the others."""
+"""Batch publish: messages are sent in order, and each has a separate outcome."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.support.rabbitmq import declare
 
 
 def outgoing(queue: str, number: int, body: bytes = b"x", priority: Any = None) -> OutgoingMessage:
-    facts = Basic.Properties(message_id=f"m{number}", priority=priority)
-    return OutgoingMessage(queue, "", queue, facts, body)
+    properties = Basic.Properties(message_id=f"m{number}", priority=priority)
+    return OutgoingMessage(queue, "", queue, properties, body)
 
 
 @pytest_asyncio.fixture
@@ -47,13 +47,11 @@ def kinds(failures: Sequence[BaseException | None]) -> list[str]:
     return [type(failure).__name__ for failure in failures]
 
 
-async def test_they_arrive_in_order_the_large_among_the_small(
-    raw: aiormq.Channel, queue: str
-) -> None:
+async def test_messages_of_all_sizes_arrive_in_order(raw: aiormq.Channel, queue: str) -> None:
     frame: int = raw.max_content_size
     sizes = [1, 0, BACKPRESSURE_BYTES, 5, frame - 1, frame, frame + 1, 3 * frame, *[700] * 200, 2]
-    sent = [bytes([at % 256]) * size for at, size in enumerate(sizes)]
-    messages = [outgoing(queue, at, body) for at, body in enumerate(sent)]
+    sent = [bytes([number % 256]) * size for number, size in enumerate(sizes)]
+    messages = [outgoing(queue, number, body) for number, body in enumerate(sent)]
     assert await publish_batch(raw, messages) == [None] * len(sent)
     assert await bodies(raw, queue) == sent
     assert raw.delivery_tag == len(sent)
@@ -61,31 +59,31 @@ async def test_they_arrive_in_order_the_large_among_the_small(
     assert not raw.message_id_delivery_tag
 
 
-async def test_large_ones_are_not_all_packed_before_the_first_is_written(
+async def test_large_messages_are_encoded_one_group_at_a_time(
     raw: aiormq.Channel, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead: list[int] = []
-    pack = driver._pack
+    encode = driver._encode
 
-    def noted(channel: aiormq.Channel, message: OutgoingMessage) -> bytes:
-        content = pack(channel, message)
+    def recording_encode(channel: aiormq.Channel, message: OutgoingMessage) -> bytes:
+        content = encode(channel, message)
         ahead.append(int(message.id[1:]) - channel.delivery_tag)
         return content
 
-    monkeypatch.setattr(driver, "_pack", noted)
+    monkeypatch.setattr(driver, "_encode", recording_encode)
     messages = [outgoing(queue, at, b"x" * BACKPRESSURE_BYTES) for at in range(20)]
     assert await publish_batch(raw, messages) == [None] * 20
     assert ahead == [0] * 20
 
 
-async def test_what_is_returned_or_cannot_be_carried_is_alone_in_that(
+async def test_a_returned_or_invalid_message_does_not_fail_the_others(
     raw: aiormq.Channel, queue: str
 ) -> None:
     failures = await publish_batch(
         raw,
         [
             outgoing(queue, 0, b"a"),
-            outgoing(f"{queue}-gone", 1),
+            outgoing(f"{queue}-missing", 1),
             outgoing(queue, 2, priority="high"),
             outgoing("q" * 256, 3),
             outgoing(queue, 4, b"b"),
@@ -95,7 +93,7 @@ async def test_what_is_returned_or_cannot_be_carried_is_alone_in_that(
     assert await bodies(raw, queue) == [b"a", b"b"]
 
 
-async def test_on_a_closed_channel_all_are_told(raw: aiormq.Channel, queue: str) -> None:
+async def test_all_messages_fail_on_a_closed_channel(raw: aiormq.Channel, queue: str) -> None:
     other = await raw.connection.channel()
     assert isinstance(other, aiormq.Channel)
     await other.close()
@@ -103,19 +101,19 @@ async def test_on_a_closed_channel_all_are_told(raw: aiormq.Channel, queue: str)
     assert kinds(failures) == ["ChannelInvalidStateError"] * 3
 
 
-async def test_a_channel_that_is_closed_under_way_fails_what_it_has(
+async def test_a_channel_closed_during_a_batch_fails_its_messages(
     raw: aiormq.Channel, queue: str
 ) -> None:
     other = await raw.connection.channel()
     assert isinstance(other, aiormq.Channel)
-    nowhere = OutgoingMessage(
+    unroutable = OutgoingMessage(
         "t", f"{queue}-no-exchange", "t", Basic.Properties(message_id="t"), b"x"
     )
-    failures = await publish_batch(other, [nowhere, outgoing(queue, 1)])
+    failures = await publish_batch(other, [unroutable, outgoing(queue, 1)])
     assert kinds(failures) == ["ChannelNotFoundEntity"] * 2
 
 
-async def test_who_gives_up_before_the_write_leaves_the_numbers_right(
+async def test_a_publish_cancelled_before_the_write_keeps_the_delivery_tags_correct(
     raw: aiormq.Channel, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full: asyncio.Queue[object] = asyncio.Queue(1)
@@ -129,12 +127,13 @@ async def test_who_gives_up_before_the_write_leaves_the_numbers_right(
             await waiting
     assert raw.delivery_tag == 0
     assert not raw.confirmations
-    gone, there = await publish_batch(raw, [outgoing(f"{queue}-gone", 1), outgoing(queue, 2, b"b")])
-    assert isinstance(gone, aiormq.exceptions.PublishError)
-    assert there is None
+    messages = [outgoing(f"{queue}-missing", 1), outgoing(queue, 2, b"b")]
+    returned, confirmed = await publish_batch(raw, messages)
+    assert isinstance(returned, aiormq.exceptions.PublishError)
+    assert confirmed is None
 
 
-async def test_groups_that_are_given_up_leave_no_answer_for_the_next(
+async def test_the_confirmations_of_a_cancelled_batch_do_not_reach_the_next_batch(
     backend: RabbitMQBackend, name: str
 ) -> None:
     await declare(backend, name)
@@ -150,7 +149,7 @@ async def test_groups_that_are_given_up_leave_no_answer_for_the_next(
         assert await backend.publish(name, again) == [Sent(id) for id in ids]
 
 
-async def test_a_driver_that_keeps_its_notes_elsewhere_sends_one_by_one(
+async def test_messages_are_sent_one_by_one_if_the_driver_lacks_an_attribute(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert supports_batch_publish(raw)

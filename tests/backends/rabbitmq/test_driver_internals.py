@@ -1,4 +1,4 @@
-"""Internals of aiormq and pamqp are used in ``driver`` alone, so an upgrade concerns one module."""
+"""Check that only ``driver`` uses internals of aiormq and pamqp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qkit.backends.rabbitmq import driver
 
 PACKAGE = Path(qkit.backends.rabbitmq.__file__).parent
 LIBRARIES = {"aio_pika", "aiormq", "pamqp", "yarl"}
-#: Replaces decoders of pamqp for the whole process; they are reached without private names.
+#: Modules that may use internals; ``lenient_decoding`` replaces decoders of pamqp.
 EXCEPTIONS = {"driver.py", "lenient_decoding.py"}
 MODULES = sorted(path for path in PACKAGE.glob("*.py") if path.name not in EXCEPTIONS)
 
@@ -22,7 +22,7 @@ DOCUMENTED = {
     *("aiormq", "aiormq.abc", "aiormq.exceptions"),
     *("pamqp", "pamqp.commands", "pamqp.encode", "pamqp.exceptions", "yarl"),
 }
-#: Undocumented attributes without an underscore, as far as no record of ours has the same name.
+#: Undocumented attributes without an underscore, except names that qkit's classes also use.
 UNDOCUMENTED = {
     *driver.CHANNEL_ATTRIBUTES,
     *("closing", "connection_tune", "write_queue"),
@@ -34,7 +34,7 @@ def is_private(name: str) -> bool:
 
 
 def library_names(tree: ast.AST) -> set[str]:
-    """The names under which a module knows the libraries and what it imports of them."""
+    """Return the names that a module imports from the libraries."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -79,9 +79,9 @@ def of_call(node: ast.Call) -> Iterator[str]:
 
 
 def internals(source: str) -> list[str]:
-    """Say where a module depends on the inside of a library."""
+    """Return the uses of library internals in the source of a module."""
     tree = ast.parse(source)
-    theirs = library_names(tree)
+    imported = library_names(tree)
     found: list[str] = []
     for node in ast.walk(tree):
         match node:
@@ -92,7 +92,7 @@ def internals(source: str) -> list[str]:
             case ast.Call():
                 found += of_call(node)
             case ast.ClassDef():
-                found += [f"subclasses {ast.unparse(b)}" for b in node.bases if root(b) in theirs]
+                found += [f"subclasses {ast.unparse(b)}" for b in node.bases if root(b) in imported]
             case ast.AnnAssign(annotation=ast.Name(id="Any")):
                 found.append(f"hides a type: {ast.unparse(node)}")
             case _:
@@ -101,11 +101,11 @@ def internals(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_no_module_but_the_driver_uses_internals(path: Path) -> None:
+def test_other_modules_use_no_internals(path: Path) -> None:
     assert internals(path.read_text()) == []
 
 
-def test_the_exceptions_exist_and_the_driver_uses_internals() -> None:
+def test_the_exempt_modules_exist_and_the_driver_uses_internals() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} >= EXCEPTIONS
     assert internals((PACKAGE / "driver.py").read_text())
 
@@ -133,7 +133,7 @@ def test_lenient_decoding_uses_no_private_name_of_pamqp() -> None:
         "untyped: Any = channel",
     ],
 )
-def test_a_use_of_internals_is_found(source: str) -> None:
+def test_the_use_of_internals_is_detected(source: str) -> None:
     assert internals(source)
 
 
@@ -152,19 +152,21 @@ def test_a_documented_use_is_allowed(source: str) -> None:
     assert internals(source) == []
 
 
-async def test_the_largest_frame_is_unknown_before_the_connection_is_open() -> None:
+async def test_the_maximum_frame_size_is_unknown_before_the_connection_is_open() -> None:
     assert driver.max_frame_bytes(None) is None
     assert driver.max_frame_bytes(aiormq.Connection("amqp://localhost/")) is None
 
 
-async def test_the_largest_frame_is_the_brokers(raw: aiormq.Channel) -> None:
+async def test_the_maximum_frame_size_is_the_one_negotiated_with_the_broker(
+    raw: aiormq.Channel,
+) -> None:
     connection = raw.connection
     assert isinstance(connection, aiormq.Connection)
     assert driver.max_frame_bytes(connection) == connection.connection_tune.frame_max
     assert not driver.is_blocked(connection)
 
 
-def test_the_driver_says_which_versions_it_was_tested_with() -> None:
+def test_the_docstring_of_the_driver_names_the_pinned_versions() -> None:
     pins = (Path(__file__).parents[3] / "requirements" / "run.txt").read_text().splitlines()
     pinned = dict(line.removesuffix(" \\").split("==") for line in pins if "==" in line)
     assert driver.__doc__ is not None

@@ -1,4 +1,4 @@
-"""Every error of the driver becomes one of ours, with its cause."""
+"""Translation of driver errors, and connection errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def returned() -> exceptions.PublishError:
     return exceptions.PublishError(message, frame)
 
 
-def no_tls() -> exceptions.AMQPConnectionError:
+def tls_failure() -> exceptions.AMQPConnectionError:
     error = exceptions.AMQPConnectionError("wrapped")
     error.__cause__ = ssl.SSLCertVerificationError(1, "certificate verify failed")
     return error
@@ -95,7 +95,7 @@ ERRORS: list[tuple[BaseException, type[QueueError]]] = [
     (exceptions.AMQPChannelError("no"), BackendUnavailable),
     (exceptions.AMQPConnectionError("reset"), BackendUnavailable),
     (exceptions.AMQPError("no"), BackendUnavailable),
-    (no_tls(), BackendUnavailable),
+    (tls_failure(), BackendUnavailable),
     (UnmarshalingException("frame", "no"), QueueError),
     (ValueError("Channel number too large"), QueueError),
     (TypeError("Unknown type"), QueueError),
@@ -110,7 +110,7 @@ ERRORS: list[tuple[BaseException, type[QueueError]]] = [
 @pytest.mark.parametrize(
     ("error", "kind"), ERRORS, ids=[type(error).__name__ for error, _ in ERRORS]
 )
-async def test_errors_of_the_driver_become_ours_with_their_cause(
+async def test_driver_errors_are_translated_with_their_cause(
     error: BaseException, kind: type[QueueError]
 ) -> None:
     with pytest.raises(QueueError) as caught:
@@ -123,7 +123,7 @@ async def test_errors_of_the_driver_become_ours_with_their_cause(
     assert type(to_queue_error(error, "ack")) is kind
 
 
-def test_no_error_of_the_driver_was_forgotten() -> None:
+def test_the_table_contains_every_driver_error() -> None:
     known = {type(error) for error, _ in ERRORS}
     public = {
         item
@@ -133,8 +133,8 @@ def test_no_error_of_the_driver_was_forgotten() -> None:
     assert public <= known
 
 
-async def test_a_cancellation_of_the_driver_s_own_is_an_error_and_a_real_one_is_not() -> None:
-    """The driver cancels what waits on a channel that it closes."""
+async def test_a_cancellation_by_the_driver_is_translated_but_not_a_task_cancellation() -> None:
+    """When the driver closes a channel, it cancels the calls that wait on the channel."""
     with pytest.raises(BackendUnavailable) as caught:
         with translate_errors("publish"):
             raise asyncio.CancelledError
@@ -151,7 +151,7 @@ async def test_a_cancellation_of_the_driver_s_own_is_an_error_and_a_real_one_is_
         await task
 
 
-async def test_an_address_where_nobody_listens_is_unavailable() -> None:
+async def test_an_unreachable_broker_raises_backend_unavailable() -> None:
     backend = RabbitMQBackend("amqp://guest:secret@127.0.0.1:1/")
     with pytest.raises(BackendUnavailable) as caught:
         await backend.start()
@@ -162,12 +162,12 @@ async def test_an_address_where_nobody_listens_is_unavailable() -> None:
         await backend.ping()
 
 
-async def test_a_server_that_says_nothing_is_unavailable_in_time() -> None:
-    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_server_that_does_not_respond_raises_backend_unavailable_in_time() -> None:
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
 
-    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    server = await asyncio.start_server(never_answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     backend = RabbitMQBackend(f"amqp://127.0.0.1:{port}/", timeout=0.2)
     with pytest.raises(BackendUnavailable, match="in time"):
@@ -176,7 +176,7 @@ async def test_a_server_that_says_nothing_is_unavailable_in_time() -> None:
     server.close()
 
 
-async def test_a_server_of_another_kind_is_refused(redis_like: int) -> None:
+async def test_a_server_with_another_protocol_is_rejected(redis_like: int) -> None:
     backend = RabbitMQBackend(f"amqp://127.0.0.1:{redis_like}/", timeout=2)
     with pytest.raises((ConfigError, BackendUnavailable)):
         await backend.start()
@@ -195,7 +195,7 @@ async def redis_like() -> object:
     server.close()
 
 
-async def test_a_wrong_password_and_a_wrong_vhost_are_told_apart(rabbitmq_url: str) -> None:
+async def test_a_wrong_password_and_a_wrong_vhost_raise_different_errors(rabbitmq_url: str) -> None:
     host = rabbitmq_url.rpartition("@")[2].rstrip("/")
     backend = RabbitMQBackend(f"amqp://guest:canary@{host}/")
     with pytest.raises(BackendUnavailable, match="check user and password") as caught:
@@ -206,7 +206,7 @@ async def test_a_wrong_password_and_a_wrong_vhost_are_told_apart(rabbitmq_url: s
         await backend.start()
 
 
-def test_tls_files_that_cannot_be_used_are_a_mistake_in_the_settings(tmp_path: object) -> None:
+def test_an_unreadable_tls_file_raises_config_error(tmp_path: object) -> None:
     backend = RabbitMQBackend("amqps://localhost/", tls_ca_file=f"{tmp_path}/none.pem")
     with pytest.raises(ConfigError, match="tls_ca_file"):
         asyncio.run(backend.start())

@@ -1,4 +1,4 @@
-"""The extra ``rabbitmq`` names every library that the package imports, in tested versions."""
+"""Check that the extra ``rabbitmq`` lists all imported libraries, with tested versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTRA = [Requirement(text) for text in PROJECT["optional-dependencies"]["rabbitm
 
 
 def imported() -> set[str]:
-    """The libraries that the package imports, beside qkit's own modules and the standard ones."""
+    """Return the third-party libraries that the package imports."""
     found: set[str] = set()
     for path in PACKAGE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -30,19 +30,19 @@ def imported() -> set[str]:
     return found - {"qkit"} - sys.stdlib_module_names
 
 
-def test_the_extra_names_what_the_package_imports() -> None:
-    # aio-pika is the client that the documentation names; the package uses the layer below it.
+def test_the_extra_lists_the_libraries_that_the_package_imports() -> None:
+    # The documentation names aio-pika as the client; the package uses aiormq, on which it is built.
     assert {item.name for item in EXTRA} == imported() | {"aio-pika"}
 
 
-def test_each_library_is_bounded_and_the_installed_version_fits() -> None:
+def test_each_library_has_version_bounds_that_include_the_installed_version() -> None:
     for item in EXTRA:
         operators = {specifier.operator for specifier in item.specifier}
         assert operators == {">=", "<"}, item
         assert item.specifier.contains(version(item.name)), item
 
 
-def test_the_pinned_requirements_name_the_same_versions() -> None:
+def test_the_requirements_file_has_the_same_version_bounds() -> None:
     lines = (ROOT / "requirements" / "run.in").read_text().splitlines()
     assert {str(item) for item in EXTRA} <= {
         str(Requirement(line.partition("#")[0])) for line in lines if line[:1].isalpha()

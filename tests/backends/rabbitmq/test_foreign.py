@@ -1,4 +1,4 @@
-"""Whatever another program may write is handled or becomes a dead letter, and the next arrives."""
+"""Foreign messages: each is handled or dead-lettered, and never blocks the next message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LATIN = b"caf\xe9"
 
 
 class RawProperties(Basic.Properties):
-    """Properties whose values are AMQP's bytes already, past the driver's checks."""
+    """Properties with encoded values, which bypass the driver's checks."""
 
     def __init__(self, **values: bytes) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def array(*values: bytes) -> bytes:
 
 
 def nested(depth: int, *, arrays: bool = False) -> bytes:
-    """A header value of tables, or of tables in arrays, inside each other."""
+    """Return an encoded header value of nested tables, with an array at each level if requested."""
     value = b"I\x00\x00\x00\x07"
     for _ in range(depth):
         value = b"F" + table((b"n", array(value) if arrays else value))
@@ -78,7 +78,7 @@ def nested(depth: int, *, arrays: bool = False) -> bytes:
 
 
 class Worker:
-    """A service whose handler takes whole numbers, with what it got and how often it connected."""
+    """Service whose handler accepts integers, with the messages handled and connections opened."""
 
     def __init__(self, service: QueueService, queue: str) -> None:
         self.service = service
@@ -86,22 +86,22 @@ class Worker:
         self.got: list[Message] = []
         self.connections = 0
 
-    async def next_arrives(self) -> None:
-        """Send a message behind what was sent so far, and see that it is handled."""
+    async def assert_next_is_delivered(self) -> None:
+        """Send another message and wait until it is handled."""
         await self.service.send(self.queue, 8)
         await eventually(lambda: any(message.body == b"8" for message in self.got))
         self.got[:] = [message for message in self.got if message.body != b"8"]
         assert self.service.ready
-        assert self.connections <= 2, "one to consume and one to send"
+        assert self.connections <= 2, "a connection was reopened"
 
     async def letters(self, count: int) -> list[DeadLetter]:
         found: list[DeadLetter] = []
 
-        async def there() -> bool:
+        async def complete() -> bool:
             found[:] = await self.service.dead_letters(self.queue).list(100)
             return len(found) >= count
 
-        await eventually(there)
+        await eventually(complete)
         return found
 
 
@@ -111,11 +111,11 @@ async def working(
 ) -> AsyncGenerator[Worker, None]:
     service = QueueService(Settings(type="rabbitmq", url=url, **more))
     worker = Worker(service, queue)
-    make = connection.ConnectionParameters.connection
+    create = connection.ConnectionParameters.connection
 
     def counted(*arguments: Any, **options: Any) -> aiormq.Connection:
         worker.connections += 1
-        return make(*arguments, **options)
+        return create(*arguments, **options)
 
     @consume(queue)
     async def handle(number: int, message: Message) -> None:
@@ -157,12 +157,12 @@ WIDE = {
 
 @pytest.mark.parametrize("body", [b"7", b"seven"])
 @pytest.mark.parametrize("headers", [*DEEP.values(), *WIDE.values()], ids=[*DEEP, *WIDE])
-async def test_headers_of_any_depth_and_width_pass(
+async def test_deep_and_wide_headers_are_accepted(
     start: Callable[..., Any], raw: aiormq.Channel, name: str, headers: bytes, body: bytes
 ) -> None:
     async with start() as worker:
         await raw.basic_publish(body, routing_key=name, properties=RawProperties(headers=headers))
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()
         if body == b"7":
             assert [message.body for message in worker.got] == [b"7"]
         else:
@@ -192,7 +192,7 @@ async def test_a_short_string_that_is_not_utf_8_is_replaced_and_its_bytes_are_ke
         odd = RawProperties(**{attribute: short(text)})
         await raw.basic_publish(b"seven", routing_key=name, properties=odd)
         (letter,) = await worker.letters(1)
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()
         assert letter.reason == Reason.UNDECODABLE
         if attribute == "message_id":
             shown, entry = letter.message_id, "id"
@@ -206,7 +206,7 @@ async def test_a_short_string_that_is_not_utf_8_is_replaced_and_its_bytes_are_ke
         assert kept(again.headers) == {entry: text}
 
 
-async def test_the_name_and_the_value_of_a_header_are_replaced_and_their_bytes_kept(
+async def test_header_names_and_values_that_are_not_utf_8_are_replaced_and_their_bytes_are_kept(
     start: Callable[..., Any], raw: aiormq.Channel, name: str
 ) -> None:
     headers = table(
@@ -221,7 +221,7 @@ async def test_the_name_and_the_value_of_a_header_are_replaced_and_their_bytes_k
             b"seven", routing_key=name, properties=RawProperties(headers=headers)
         )
         (letter,) = await worker.letters(1)
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()
     assert letter.headers[r"caf\xe9"] == "value"
     assert letter.headers["value"] == r"caf\xe9"
     assert (letter.headers["x" * 200], letter.headers["x" * 199]) == ("1", "2")
@@ -232,7 +232,7 @@ async def test_the_name_and_the_value_of_a_header_are_replaced_and_their_bytes_k
     }
 
 
-async def test_a_copy_that_is_retried_keeps_what_the_driver_cannot_write(
+async def test_a_retry_keeps_values_that_the_driver_cannot_encode(
     backend: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     headers = table(
@@ -268,20 +268,20 @@ async def test_a_copy_that_is_retried_keeps_what_the_driver_cannot_write(
 SMALL = {"tenant": "acme", "traceparent": "00-1-2-01", **{f"h{n}": str(n) for n in range(9)}}
 
 
-def beside(*large: tuple[bytes, bytes]) -> RawProperties:
-    """Small headers and large binary ones, in the order of their names."""
+def properties_with(*large: tuple[bytes, bytes]) -> RawProperties:
+    """Return properties with the ``SMALL`` headers and large binary headers, sorted by name."""
     small = [(name.encode(), long(value.encode())) for name, value in SMALL.items()]
     entries = sorted([*small, *((name, long(value)) for name, value in large)])
     return RawProperties(headers=table(*entries))
 
 
 @pytest.mark.parametrize("size", [40_000, 57_000, 100_000, 130_000])
-async def test_a_retry_keeps_a_large_binary_header_and_all_others(
+async def test_a_retry_keeps_a_large_binary_header_and_all_other_headers(
     backend: RabbitMQBackend, raw: aiormq.Channel, name: str, size: int
 ) -> None:
     noise = random.Random(7).randbytes(size)
     await declare(backend, name)
-    await raw.basic_publish(b"7", routing_key=name, properties=beside((b"big", noise)))
+    await raw.basic_publish(b"7", routing_key=name, properties=properties_with((b"big", noise)))
     async with backend.subscribe(spec(name)) as subscription:
         (first,) = await take(subscription)
         seen = dict(first.envelope.headers)
@@ -296,10 +296,10 @@ async def test_a_retry_keeps_a_large_binary_header_and_all_others(
     assert found == {**SMALL, "big": noise, "qkit-attempts": 2}
 
 
-async def test_a_retry_keeps_the_bytes_of_what_does_not_go_back_as_it_came(
+async def test_a_retry_keeps_the_bytes_of_headers_that_it_encodes_differently(
     backend: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
-    """A name beyond 128 bytes is packed, and ``CC`` is carried under another name."""
+    """A header with a name above 128 bytes is packed, and ``CC`` is sent under another name."""
     names = (b"qkit-header-CC", b"changed", b"same", b"x" * 200)
     headers = table(
         *((item, long(LATIN)) for item in names),
@@ -320,13 +320,15 @@ async def test_a_retry_keeps_the_bytes_of_what_does_not_go_back_as_it_came(
 
 
 @pytest.mark.parametrize("size", [40_000, 57_000, 100_000, 129_000])
-async def test_a_dead_letter_keeps_a_large_binary_header_and_all_others(
+async def test_a_dead_letter_keeps_a_large_binary_header_and_all_other_headers(
     start: Callable[..., Any], raw: aiormq.Channel, name: str, size: int
 ) -> None:
     noise = random.Random(7).randbytes(size)
     async with start() as worker:
-        await raw.basic_publish(b"seven", routing_key=name, properties=beside((b"big", noise)))
-        for _ in range(2):  # as it died, and when it was replayed
+        await raw.basic_publish(
+            b"seven", routing_key=name, properties=properties_with((b"big", noise))
+        )
+        for _ in range(2):  # the first dead letter, and the one written after its replay
             (letter,) = await worker.letters(1)
             assert kept(letter.headers) == {"header:big": noise}
             assert letter.headers["big"] == noise.decode(errors="backslashreplace")
@@ -335,15 +337,15 @@ async def test_a_dead_letter_keeps_a_large_binary_header_and_all_others(
             assert await worker.service.dead_letters(name).replay() == 1
 
 
-async def test_headers_that_do_not_even_fit_compressed_are_dropped_the_largest_first(
+async def test_headers_that_do_not_fit_even_compressed_are_dropped_largest_first(
     start: Callable[..., Any], raw: aiormq.Channel, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     noise = random.Random(7).randbytes(130_700)
-    odd = beside((b"middle", noise[:20_000]), (b"noise", noise[20_000:]))
+    odd = properties_with((b"middle", noise[:20_000]), (b"noise", noise[20_000:]))
     async with start() as worker:
         await raw.basic_publish(b"seven", routing_key=name, properties=odd)
         (letter,) = await worker.letters(1)
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()
     assert {item: letter.headers[item] for item in SMALL} == SMALL
     assert kept(letter.headers) == {"header:middle": noise[:20_000]}
     assert "noise" not in letter.headers
@@ -363,7 +365,7 @@ values = st.recursive(
                 (b"D", 5), (b"T", 8),
             ]
         ],
-        # RabbitMQ itself refuses what is not a number.
+        # RabbitMQ itself rejects NaN and infinity.
         st.floats(allow_nan=False, allow_infinity=False).map(lambda n: b"d" + struct.pack(">d", n)),
         st.floats(width=32, allow_nan=False, allow_infinity=False).map(
             lambda n: b"f" + struct.pack(">f", n)
@@ -402,10 +404,10 @@ foreign = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-async def test_anything_another_client_may_write_is_handled_or_dead_lettered(
+async def test_any_foreign_message_is_handled_or_dead_lettered(
     start: Callable[..., Any], raw: aiormq.Channel, name: str
 ) -> None:
-    """As many messages as Hypothesis makes up, then one more that must be handled."""
+    """Send generated messages, followed by one that must be handled."""
     messages: list[tuple[dict[str, bytes], bytes]] = []
 
     @settings(
@@ -424,7 +426,7 @@ async def test_anything_another_client_may_write_is_handled_or_dead_lettered(
     async with start(retry=quick) as worker:
         for properties, body in messages:
             await raw.basic_publish(body, routing_key=name, properties=RawProperties(**properties))
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()
 
         async def done() -> bool:
             metrics = worker.service.metrics()
@@ -434,11 +436,11 @@ async def test_anything_another_client_may_write_is_handled_or_dead_lettered(
         await eventually(done)
         await asyncio.sleep(0.2)
         letters = await worker.service.dead_letters(name).list(1_000)
-        future = [item for item in messages if b"qkit-not-before" in item[0].get("headers", b"")]
+        delayed = [item for item in messages if b"qkit-not-before" in item[0].get("headers", b"")]
         missing = len(messages) - len(worker.got) - len(letters)
-        assert 0 <= missing <= len(future), "only what waits for its time is not settled"
+        assert 0 <= missing <= len(delayed), "a message that is not delayed is unsettled"
         for letter in letters:
             json.dumps(dict(letter.headers), ensure_ascii=False).encode()
             letter.message_id.encode()
         await worker.service.dead_letters(name).replay()
-        await worker.next_arrives()
+        await worker.assert_next_is_delivered()

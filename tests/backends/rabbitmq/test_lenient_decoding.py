@@ -1,4 +1,4 @@
-"""Properties that the driver's decoder refuses must not cost the connection."""
+"""Lenient decoding: properties that the driver cannot decode do not close the connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ encoders: Any = pamqp.encode.METHODS
         ("table", b"\x00\x00\x00\x08\x02\xff\xfeI\x00\x00\x00\x01", {"headers": {"a": 1}}),
     ],
 )
-async def test_a_message_with_an_odd_property_is_handled_once(
+async def test_a_message_with_an_undecodable_property_is_handled_once(
     rabbitmq_url: str,
     raw: aiormq.Channel,
     name: str,
@@ -48,9 +48,9 @@ async def test_a_message_with_an_odd_property_is_handled_once(
     service.register(handle)
     async with service, asyncio.timeout(60):
         with monkeypatch.context() as patch:
-            usual: Callable[[Any], bytes] = encoders[kind]
-            odd = set(map(id, properties.values()))
-            patch.setitem(encoders, kind, lambda v: bytes_ if id(v) in odd else usual(v))
+            encode: Callable[[Any], bytes] = encoders[kind]
+            replaced = set(map(id, properties.values()))
+            patch.setitem(encoders, kind, lambda v: bytes_ if id(v) in replaced else encode(v))
             await raw.basic_publish(
                 b"7", routing_key=name, properties=Basic.Properties(**properties)
             )

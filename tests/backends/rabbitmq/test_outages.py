@@ -1,6 +1,6 @@
-"""RabbitMQ killed while messages wait, and a connection that was closed.
+"""Outages: a killed broker with confirmed and delayed messages, and a closed connection.
 
-``tests/reliability`` has the outages that every backend must survive.
+``tests/reliability`` covers the outages that every backend must survive.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def through(proxy: Proxy) -> str:
     return f"amqp://guest:guest@127.0.0.1:{proxy.port}/"
 
 
-# After kill -9 a quorum queue of a single node may find no leader: docs/rabbitmq.md.
+# After SIGKILL, a quorum queue on a single node may find no leader, see docs/rabbitmq.md.
 KINDS = pytest.mark.parametrize(
     "quorum",
     [pytest.param(False, id="classic"), pytest.param(True, id="quorum", marks=pytest.mark.torture)],
@@ -43,12 +43,12 @@ KINDS = pytest.mark.parametrize(
 async def collect(
     backend: RabbitMQBackend, name: str, wanted: set[str], within: float = 300.0
 ) -> list[str]:
-    """Consume until all that is wanted has come, and for a moment longer."""
+    """Consume until all wanted messages have arrived and another second has passed."""
     got: list[str] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within) as limit:
             while True:
-                with contextlib.suppress(QueueError):  # a broker that just came back is slow
+                with contextlib.suppress(QueueError):  # the broker may still be starting
                     async with backend.subscribe(spec(name, prefetch=500)) as subscription:
                         while True:
                             for delivery in await subscription.receive(500):
@@ -60,8 +60,10 @@ async def collect(
     return got
 
 
-async def kill_while_messages_wait(broker: PrivateBroker, *, quorum: bool, count: int) -> None:
-    """Delayed messages and a retry are in the cascade when kill -9 comes."""
+async def kill_while_messages_are_delayed(
+    broker: PrivateBroker, *, quorum: bool, count: int
+) -> None:
+    """Kill the broker while delayed messages and a retry are in the cascade; check for losses."""
     name = f"k-{uuid.uuid4().hex[:8]}"
     backend = RabbitMQBackend(broker.url, quorum=quorum)
     await backend.start()
@@ -70,8 +72,8 @@ async def kill_while_messages_wait(broker: PrivateBroker, *, quorum: bool, count
     async with backend.subscribe(spec(name, prefetch=1)) as subscription:
         (delivery,) = await subscription.receive(1)
         await subscription.release(delivery, 3.0)
-    begun, spread = SystemClock().time() + 0.5, 4.0 + count / 1000
-    due = {str(number): begun + spread * number / count for number in range(count)}
+    began, spread = SystemClock().time() + 0.5, 4.0 + count / 1000
+    due = {str(number): began + spread * number / count for number in range(count)}
     for start in range(0, count, 500):
         some = list(due)[start : start + 500]
         await backend.publish(name, [Envelope(id, b"x", not_before=due[id]) for id in some])
@@ -80,7 +82,7 @@ async def kill_while_messages_wait(broker: PrivateBroker, *, quorum: bool, count
         pass
 
     wanted = {*due, "retried"}
-    # What the broker was just moving it moves again after three minutes.
+    # The broker resumes interrupted moves after three minutes.
     got = await collect(backend, name, wanted, within=230)
     print(f"{len(got) - len(set(got))} duplicates of {len(wanted)}")
     assert set(got) == wanted, f"lost {len(wanted - set(got))}"
@@ -88,26 +90,28 @@ async def kill_while_messages_wait(broker: PrivateBroker, *, quorum: bool, count
     await backend.aclose()
 
 
+# Slow: the broker waits three minutes before it resumes interrupted moves.
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @KINDS
-async def test_nothing_is_lost_when_the_broker_is_killed_while_messages_wait(
+async def test_no_delayed_message_is_lost_when_the_broker_is_killed(
     private_rabbitmq: PrivateBroker, quorum: bool
 ) -> None:
-    await kill_while_messages_wait(private_rabbitmq, quorum=quorum, count=500)
+    await kill_while_messages_are_delayed(private_rabbitmq, quorum=quorum, count=500)
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(1_800)
 @KINDS
-async def test_nothing_of_much_is_lost_when_the_broker_is_killed_while_messages_wait(
+async def test_none_of_many_delayed_messages_is_lost_when_the_broker_is_killed_repeatedly(
     private_rabbitmq: PrivateBroker, quorum: bool
 ) -> None:
     for _ in range(3):
-        await kill_while_messages_wait(private_rabbitmq, quorum=quorum, count=5_000)
+        await kill_while_messages_are_delayed(private_rabbitmq, quorum=quorum, count=5_000)
 
 
 @KINDS
-async def test_what_was_confirmed_survives_a_kill(
+async def test_confirmed_messages_survive_a_killed_broker(
     private_rabbitmq: PrivateBroker, quorum: bool
 ) -> None:
     name = f"c-{uuid.uuid4().hex[:8]}"
@@ -138,7 +142,7 @@ async def test_what_was_confirmed_survives_a_kill(
     await backend.aclose()
 
 
-async def test_a_connection_that_an_operator_closed_ends_the_subscription(
+async def test_a_closed_connection_ends_the_subscription_and_the_next_subscription_reconnects(
     private_rabbitmq: PrivateBroker, proxy: Proxy
 ) -> None:
     name = f"o-{uuid.uuid4().hex[:8]}"
@@ -153,6 +157,6 @@ async def test_a_connection_that_an_operator_closed_ends_the_subscription(
             async with asyncio.timeout(10):
                 await receiving
     async with backend.subscribe(spec(name)):
-        pass  # a new connection, without a word from anybody
+        pass  # on a new connection
     await backend.delete(name)
     await backend.aclose()

@@ -1,4 +1,4 @@
-"""amqps with certificates, both ways, on a RabbitMQ that takes nothing else."""
+"""TLS with server and client certificates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.private_brokers import private_broker
 OPENSSL = shutil.which("openssl")
 pytestmark = [
     pytest.mark.broker,
-    pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificates"),
+    pytest.mark.skipif(OPENSSL is None, reason="openssl is needed to create certificates"),
 ]
 
 
@@ -51,9 +51,9 @@ def certificate(directory: Path, name: str, signer: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two authorities; one has signed a server's and a client's certificate."""
+    """Write the certificates of two CAs, and of a server and a client signed by the first CA."""
     directory = tmp_path_factory.mktemp("certificates")
-    for name in ("ca", "stranger"):
+    for name in ("ca", "other-ca"):
         authority(directory, name)
     for name in ("server", "client"):
         certificate(directory, name, "ca")
@@ -62,7 +62,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(files: Path) -> Iterator[int]:
-    """The TLS port of a private RabbitMQ that asks clients for certificates."""
+    """Yield the TLS port of a private RabbitMQ broker that requires client certificates."""
     port = free_port()
     settings = [
         f"listeners.ssl.1 = 127.0.0.1:{port}",
@@ -91,7 +91,7 @@ def service(
     return QueueService(settings)
 
 
-async def test_a_message_travels_over_tls_with_certificates_on_both_sides(
+async def test_a_message_is_sent_over_tls_with_server_and_client_certificates(
     port: int, files: Path
 ) -> None:
     async with service(port, files) as sender:
@@ -99,11 +99,13 @@ async def test_a_message_travels_over_tls_with_certificates_on_both_sides(
         assert (await sender.stats("secret")).depth == 1
 
 
-async def test_a_server_that_the_authority_did_not_sign_is_refused(port: int, files: Path) -> None:
+async def test_a_server_certificate_signed_by_another_ca_is_rejected(
+    port: int, files: Path
+) -> None:
     with pytest.raises(BackendUnavailable, match="TLS"):
-        await service(port, files, ca="stranger").start()
+        await service(port, files, ca="other-ca").start()
 
 
-async def test_a_client_without_a_certificate_is_refused(port: int, files: Path) -> None:
+async def test_a_client_without_a_certificate_is_rejected(port: int, files: Path) -> None:
     with pytest.raises(BackendUnavailable):
         await service(port, files, client=None).start()

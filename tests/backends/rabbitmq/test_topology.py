@@ -1,4 +1,4 @@
-"""What is declared on RabbitMQ, and what becomes of a queue that others declared differently."""
+"""Declarations in RabbitMQ, including those of queues that exist with other arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.waiting import eventually
 
 
 @pytest.mark.proves("003-dlq-2", "003-dlq-3", "003-dlq-4")
-async def test_dead_letters_have_an_exchange_a_binding_and_an_argument(
+async def test_a_queue_is_declared_with_its_dead_letter_exchange_and_binding(
     backend: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
 ) -> None:
     await declare(backend, name)
@@ -39,20 +39,20 @@ async def test_dead_letters_have_an_exchange_a_binding_and_an_argument(
     answer = await raw.basic_publish(
         b"x", exchange=DEAD_LETTERS, routing_key=f"{name}.dlq", mandatory=True
     )
-    assert isinstance(answer, Basic.Ack), "the queue is bound"
+    assert isinstance(answer, Basic.Ack), "the queue is not bound"
     assert await ready(raw, f"{name}.dlq") == 1
     arguments = backend._topology.arguments(backend._specs[name])
     assert arguments["x-dead-letter-exchange"] == DEAD_LETTERS
     del arguments["x-dead-letter-exchange"]
-    said = await refused(rabbitmq_url, name, arguments=arguments)
-    assert "x-dead-letter-exchange" in said
-    assert DEAD_LETTERS in said, "that is what it has"
+    error = await refused(rabbitmq_url, name, arguments=arguments)
+    assert "x-dead-letter-exchange" in error
+    assert DEAD_LETTERS in error, "the queue has another dead-letter exchange"
 
 
-async def test_queues_and_messages_survive_a_restart_of_the_broker(
+async def test_queues_are_durable_and_messages_persistent(
     classic: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
 ) -> None:
-    """As far as it is declared; the restart itself is in test_rabbitmq_outages."""
+    """``test_outages`` tests a restart of the broker."""
     await declare(classic, name)
     await classic.publish(name, [Envelope("a", b"x")])
     message = await raw.basic_get(name, no_ack=True)
@@ -62,7 +62,7 @@ async def test_queues_and_messages_survive_a_restart_of_the_broker(
             await channel.queue_declare(name, durable=False)
 
 
-# -- queues that exist with other arguments ----------------------------------------------------
+# Queues that exist with other arguments
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ async def test_a_queue_that_exists_with_other_arguments_is_used_as_it_is(
     (warning,) = [text for text in caplog.messages if "used as it is" in text]
     wanted = classic._topology.arguments(classic._specs[name])
     for argument in (wanted.keys() | arguments.keys()) - {"x-queue-type"}:
-        told = f"{argument} is {arguments.get(argument)!r}, qkit declares {wanted.get(argument)!r}"
-        assert told in warning
+        text = f"{argument} is {arguments.get(argument)!r}, qkit declares {wanted.get(argument)!r}"
+        assert text in warning
     await declare(classic, name)
     assert len([text for text in caplog.messages if "used as it is" in text]) == 1
     await classic.publish(name, [Envelope("a", b"x")])
@@ -100,19 +100,19 @@ async def test_a_queue_that_exists_with_other_arguments_is_used_as_it_is(
         await subscription.ack(delivery)
 
 
-async def test_a_difference_that_the_broker_cuts_off_is_no_obstacle(
+async def test_a_queue_with_other_arguments_is_used_as_it_is_if_the_broker_truncates_its_error(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """RabbitMQ's answer has 255 bytes, and a channel's name up to 200 of them."""
+    """RabbitMQ's error text has at most 255 bytes, of which a channel name may use up to 200."""
     long = f"{name}-".ljust(200, "x")
     await raw.queue_declare(long, durable=True, arguments={"x-max-priority": 3})
     await classic.declare(QueueSpec(name=long))
-    assert "RabbitMQ does not tell which" in caplog.text
+    assert "RabbitMQ does not report which" in caplog.text
     await classic.publish(long, [Envelope("a", b"x")])
     assert await ready(raw, long) == 1
 
 
-async def test_a_queue_that_would_lose_messages_is_refused(
+async def test_a_queue_that_is_not_durable_is_rejected(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await raw.queue_declare(name, durable=False, auto_delete=True)
@@ -120,7 +120,7 @@ async def test_a_queue_that_would_lose_messages_is_refused(
         await classic.declare(QueueSpec(name=name))
 
 
-async def test_more_priorities_than_a_queue_has_are_refused(
+async def test_a_queue_with_too_few_priorities_is_rejected(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await raw.queue_declare(name, durable=True, arguments={"x-max-priority": 3})
@@ -132,7 +132,7 @@ async def test_more_priorities_than_a_queue_has_are_refused(
         await classic.declare(QueueSpec(name=name, max_priority=20))
 
 
-async def test_another_type_of_queue_is_refused(
+async def test_a_queue_of_another_type_is_rejected(
     classic: RabbitMQBackend, quorum: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await classic.declare(QueueSpec(name=name))
@@ -145,7 +145,7 @@ async def test_another_type_of_queue_is_refused(
         await classic.declare(QueueSpec(name=name))
 
 
-async def test_fewer_copies_than_replicas_are_refused(
+async def test_a_queue_with_too_few_copies_is_rejected(
     quorum: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
 ) -> None:
     await quorum.declare(QueueSpec(name=name))
@@ -158,7 +158,7 @@ async def test_fewer_copies_than_replicas_are_refused(
         await three.aclose()
 
 
-async def test_messages_expire_in_the_broker_only_on_a_safe_way_to_the_dead_letters(
+async def test_messages_carry_an_expiration_only_if_the_queue_dead_letters_without_loss(
     quorum: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     soon = Envelope("a", b"x", expires_at=time.time() + 60)
@@ -174,10 +174,10 @@ async def test_messages_expire_in_the_broker_only_on_a_safe_way_to_the_dead_lett
     assert message.header.properties.expiration is not None
 
 
-async def test_a_time_to_live_beyond_the_brokers_range_is_left_to_the_header(
+async def test_a_ttl_above_the_limit_of_the_broker_is_sent_only_in_a_header(
     quorum: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
-    """RabbitMQ closes the connection of a client that sends one above 2**32 - 1 ms, 49 days."""
+    """RabbitMQ closes the connection on an expiration above 2**32 - 1 ms (49 days)."""
     await declare(quorum, name)
     for days in (49, 50, 20 * 365):
         await quorum.publish(name, [Envelope("a", b"x", expires_at=time.time() + days * 86_400)])
@@ -186,10 +186,10 @@ async def test_a_time_to_live_beyond_the_brokers_range_is_left_to_the_header(
 
 
 @pytest.mark.parametrize("first", ["sender", "worker"])
-async def test_without_dead_letters_the_arguments_are_the_same(
+async def test_queue_arguments_are_the_same_if_a_channel_disables_dead_letters(
     classic: RabbitMQBackend, quorum: RabbitMQBackend, name: str, first: str
 ) -> None:
-    """What the broker takes out by itself goes where the settings say."""
+    """Messages that the broker itself dead-letters go to the dead-letter queue of the settings."""
     for backend in (classic, quorum):
         queue = f"{name}-{'quorum' if backend is quorum else 'classic'}"
         sender = QueueSpec(name=queue, dead_letter=f"{queue}.dlq")
@@ -202,7 +202,7 @@ async def test_without_dead_letters_the_arguments_are_the_same(
         assert arguments["x-dead-letter-routing-key"] == f"{queue}.dlq"
 
 
-async def test_a_dead_letter_queue_keeps_its_limit(
+async def test_an_existing_dead_letter_queue_keeps_its_limit(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     dropped: list[str] = []
@@ -216,14 +216,14 @@ async def test_a_dead_letter_queue_keeps_its_limit(
     assert dropped == ["a"]
 
 
-# -- passive ------------------------------------------------------------------------------------
+# Passive declarations
 
 
 @pytest.mark.parametrize("topic", [False, True])
-async def test_retries_without_a_delay_cascade_are_refused_at_start(
+async def test_retries_without_a_delay_cascade_are_rejected_at_start(
     raw: aiormq.Channel, rabbitmq_url: str, name: str, topic: bool
 ) -> None:
-    """Seven copies have a cascade of their own, which no test creates."""
+    """Queues with seven replicas need a separate cascade, which no test creates."""
     queues = [name, f"{name}.dlq"]
     kind: dict[str, Any] = {"x-queue-type": "quorum"}
     for queue in queues:
@@ -244,16 +244,16 @@ async def test_retries_without_a_delay_cascade_are_refused_at_start(
         settings = Settings(
             type="rabbitmq", url=rabbitmq_url, replicas=7, declare="passive", retry=retry
         )
-        made = QueueService(settings)
-        made.register(handle)
-        return made
+        created = QueueService(settings)
+        created.register(handle)
+        return created
 
-    refused = service()
+    delayed = service()
     try:
         with pytest.raises(ConfigError, match=r"retries need qkit.delay.*retry.mode='inline'"):
-            await refused.start()
+            await delayed.start()
     finally:
-        await refused.shutdown()
+        await delayed.shutdown()
     inline = service(mode="inline", initial_delay=0.01)
     async with inline:
         await (inline.publish(name, "x") if topic else inline.send(name, "x"))
@@ -263,7 +263,7 @@ async def test_retries_without_a_delay_cascade_are_refused_at_start(
         await raw.queue_delete(queue)
 
 
-async def test_passive_creates_nothing(
+async def test_a_passive_declaration_creates_nothing(
     classic: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
 ) -> None:
     for passive in (
@@ -278,7 +278,7 @@ async def test_passive_creates_nothing(
     assert await ready(raw, name) == 1
 
 
-async def test_a_passive_group_is_not_created(
+async def test_a_subscription_to_a_passive_topic_does_not_create_its_group(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await raw.exchange_declare(name, exchange_type="fanout", durable=True)
@@ -288,33 +288,35 @@ async def test_a_passive_group_is_not_created(
             pass
 
 
-async def test_a_queue_is_no_topic(classic: RabbitMQBackend, name: str) -> None:
+async def test_a_queue_cannot_be_declared_as_a_topic(classic: RabbitMQBackend, name: str) -> None:
     await classic.declare(QueueSpec(name=name))
     with pytest.raises(ConfigError, match="topic"):
         await classic.declare(QueueSpec(name=name, broadcast=True))
 
 
-async def test_no_priorities_on_quorum_queues(quorum: RabbitMQBackend, name: str) -> None:
+async def test_priorities_on_a_quorum_queue_are_rejected(
+    quorum: RabbitMQBackend, name: str
+) -> None:
     with pytest.raises(ConfigError, match="priorities"):
         await quorum.declare(QueueSpec(name=name, max_priority=9))
 
 
-async def test_more_copies_than_the_backend_keeps_are_refused(
+async def test_more_copies_than_the_backend_keeps_are_rejected(
     classic: RabbitMQBackend, name: str
 ) -> None:
     with pytest.raises(ConfigError, match="3 copies"):
         await classic.declare(QueueSpec(name=name, replicas=3))
 
 
-async def test_a_name_that_the_broker_keeps_for_itself_is_refused(
+async def test_a_name_that_the_broker_reserves_is_rejected(
     classic: RabbitMQBackend, name: str
 ) -> None:
-    with pytest.raises(ConfigError, match="may not"):
+    with pytest.raises(ConfigError, match="denied access"):
         await classic.declare(QueueSpec(name=f"amq.{name}"))
-    await classic.declare(QueueSpec(name=name))  # the channel for questions is whole again
+    await classic.declare(QueueSpec(name=name))  # uses a new control channel
 
 
-def test_group_queues_have_names_of_their_own_however_long() -> None:
+def test_group_queues_with_long_names_are_distinct_and_short_enough() -> None:
     long = [group_queue("t" * 232, f"{'g' * 199}{letter}") for letter in "ab"]
     assert len(set(long)) == 2
     assert all(len(queue) <= 255 for queue in long)

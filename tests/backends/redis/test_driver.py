@@ -1,4 +1,4 @@
-"""One connection for many commands: order, callers that give up, silence and nonsense."""
+"""Pipelined connection: reply order, cancelled callers, timeouts and invalid replies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def server_that(behaves: Script) -> AsyncIterator[ConnectionParameters]:
-    """A server that greets as Redis does (the driver introduces itself), then does as told."""
+async def fake_server(behavior: Script) -> AsyncIterator[ConnectionParameters]:
+    """Run a server that completes the driver's handshake and then calls ``behavior``."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(2):  # CLIENT SETINFO, twice
@@ -29,7 +29,7 @@ async def server_that(behaves: Script) -> AsyncIterator[ConnectionParameters]:
                 await reader.readline()
             writer.write(b"+OK\r\n")
         try:
-            await behaves(reader, writer)
+            await behavior(reader, writer)
         finally:
             writer.close()
 
@@ -41,13 +41,13 @@ async def server_that(behaves: Script) -> AsyncIterator[ConnectionParameters]:
         server.close()
 
 
-async def test_answers_come_to_those_who_asked_whoever_gave_up(redis_url: str) -> None:
+async def test_replies_reach_their_callers_when_other_callers_are_cancelled(redis_url: str) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     chance = random.Random(seed)
     connection = await ConnectionParameters(redis_url).open_connection()
 
-    async def ask(number: int) -> None:
+    async def call(number: int) -> None:
         word = f"{number}-{chance.random()}"
         if chance.random() < 0.5:
             assert await connection.call("ECHO", word) == word.encode()
@@ -56,22 +56,22 @@ async def test_answers_come_to_those_who_asked_whoever_gave_up(redis_url: str) -
             assert [answers[0], answers[2]] == [word.encode(), b""]
             assert isinstance(answers[1], exceptions.ResponseError)
 
-    async def impatient(number: int) -> None:
-        asking = asyncio.create_task(ask(number))
+    async def cancelled_call(number: int) -> None:
+        calling = asyncio.create_task(call(number))
         await asyncio.sleep(chance.random() / 500)
-        asking.cancel()
-        await asyncio.wait({asking})
-        assert asking.cancelled() or asking.exception() is None
+        calling.cancel()
+        await asyncio.wait({calling})
+        assert calling.cancelled() or calling.exception() is None
 
     for _ in range(20):
         await asyncio.gather(
-            *((ask if chance.random() < 0.5 else impatient)(number) for number in range(100))
+            *((call if chance.random() < 0.5 else cancelled_call)(number) for number in range(100))
         )
     assert await connection.call("PING") == b"PONG"
     await connection.aclose()
 
 
-async def test_an_error_is_raised_and_the_connection_lives(redis_url: str) -> None:
+async def test_an_error_reply_is_raised_and_the_connection_stays_usable(redis_url: str) -> None:
     connection = await ConnectionParameters(redis_url).open_connection()
     with pytest.raises(exceptions.ResponseError, match="NONSENSE"):
         await connection.call("NONSENSE")
@@ -82,11 +82,11 @@ async def test_an_error_is_raised_and_the_connection_lives(redis_url: str) -> No
         await connection.call("PING")
 
 
-async def test_silence_ends_the_connection_and_everybodys_wait() -> None:
-    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_silent_server_fails_all_pending_calls() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
-    async with server_that(mute) as parameters:
+    async with fake_server(silent) as parameters:
         connection = await parameters.open_connection()
         answers = [connection.call("PING"), connection.call_all([("PING",), ("PING",)])]
         for answer in answers:
@@ -96,27 +96,27 @@ async def test_silence_ends_the_connection_and_everybodys_wait() -> None:
         await connection.aclose()
 
 
-async def test_a_command_that_waits_on_the_server_has_longer() -> None:
+async def test_a_blocking_command_has_a_longer_timeout() -> None:
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
-        await asyncio.sleep(0.6)  # twice the timeout of the parameters
+        await asyncio.sleep(0.6)  # twice the connection's timeout
         writer.write(b"+LATE\r\n")
         await reader.read()
 
-    async with server_that(slow) as parameters:
+    async with fake_server(slow) as parameters:
         connection = await parameters.open_connection()
         assert await connection.call("BLMOVE", longer=20.0) == b"LATE"
         await connection.aclose()
 
 
-@pytest.mark.parametrize("said", [b"?what\r\n", b"+OK\r\n+OK\r\n"], ids=["nonsense", "too much"])
-async def test_what_is_no_answer_ends_the_connection(said: bytes) -> None:
-    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+@pytest.mark.parametrize("reply", [b"?what\r\n", b"+OK\r\n+OK\r\n"], ids=["invalid", "too many"])
+async def test_an_invalid_reply_closes_the_connection(reply: bytes) -> None:
+    async def send_reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
-        writer.write(said)
+        writer.write(reply)
         await reader.read()
 
-    async with server_that(babble) as parameters:
+    async with fake_server(send_reply) as parameters:
         connection = await parameters.open_connection()
         await asyncio.wait({connection.call("PING")})
         with pytest.raises(exceptions.InvalidResponse):
@@ -124,11 +124,11 @@ async def test_what_is_no_answer_ends_the_connection(said: bytes) -> None:
         await connection.aclose()
 
 
-async def test_a_server_that_hangs_up_is_noticed_at_once() -> None:
-    async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_closed_connection_is_detected_immediately() -> None:
+    async def disconnect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
 
-    async with server_that(leave) as parameters:
+    async with fake_server(disconnect) as parameters:
         connection = await parameters.open_connection()
         with pytest.raises(exceptions.ConnectionError):
             await connection.call("PING")
@@ -136,7 +136,7 @@ async def test_a_server_that_hangs_up_is_noticed_at_once() -> None:
         await connection.aclose()
 
 
-async def test_a_loop_that_was_blocked_does_not_take_answers_for_late(redis_url: str) -> None:
+async def test_a_blocked_loop_does_not_cause_timeouts(redis_url: str) -> None:
     parameters = ConnectionParameters(redis_url, timeout=0.2)
     connection = await parameters.open_connection()
     answer = connection.call("PING")
@@ -149,10 +149,10 @@ def _block(seconds: float) -> None:
     time.sleep(seconds)
 
 
-# The reconnecting connection
+# ReconnectingConnection
 
 
-async def test_a_link_connects_again_after_its_connection_broke(redis_url: str) -> None:
+async def test_a_lost_connection_is_reopened(redis_url: str) -> None:
     connection = ReconnectingConnection(ConnectionParameters(redis_url))
     with pytest.raises(BackendUnavailable, match="start"):
         await connection.command("PING")
@@ -164,43 +164,43 @@ async def test_a_link_connects_again_after_its_connection_broke(redis_url: str) 
     await other.aclose()
     await eventually(lambda: first.lost)
     answers = await asyncio.gather(*(connection.command("CLIENT", "ID") for _ in range(20)))
-    assert len(set(answers)) == 1, "all share one new connection"
+    assert len(set(answers)) == 1, "callers use different connections"
     assert answers[0] != number
     await connection.aclose()
     await connection.aclose()
 
 
-async def test_one_that_gives_up_leaves_the_others_their_connection(redis_url: str) -> None:
+async def test_a_cancelled_caller_does_not_cancel_the_shared_connection(redis_url: str) -> None:
     connection = ReconnectingConnection(ConnectionParameters(redis_url))
     connection.connect()
-    hasty, patient = (asyncio.create_task(connection.command("PING")) for _ in range(2))
+    cancelled, other = (asyncio.create_task(connection.command("PING")) for _ in range(2))
     await asyncio.sleep(0)
-    hasty.cancel()
-    assert await patient == b"PONG"
+    cancelled.cancel()
+    assert await other == b"PONG"
     await connection.aclose()
 
 
-async def test_closing_while_it_connects_leaves_nothing_behind() -> None:
-    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_closing_while_connecting_fails_the_caller() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
 
-    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
     connection = ReconnectingConnection(
         ConnectionParameters(
             f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", timeout=30.0
         )
     )
     connection.connect()
-    asking = asyncio.create_task(connection.command("PING"))
+    calling = asyncio.create_task(connection.command("PING"))
     await asyncio.sleep(0.05)
     await connection.aclose()
     with pytest.raises(BackendUnavailable, match="closed"):
-        await asking
+        await calling
     server.close()
 
 
-async def test_a_script_that_the_server_forgot_is_told_again(redis_url: str) -> None:
+async def test_a_script_that_the_server_does_not_have_is_sent(redis_url: str) -> None:
     connection = ReconnectingConnection(ConnectionParameters(redis_url))
     connection.connect()
     source = f"return ARGV[1] .. '{random.random()}'"

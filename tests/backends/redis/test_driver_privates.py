@@ -1,4 +1,4 @@
-"""Private attributes of redis-py are used in ``driver.py`` alone."""
+"""Check that only ``driver.py`` uses private attributes of redis-py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = Path(driver.__file__).parent
 
 
 def privates(code: str) -> list[str]:
-    """Uses of private attributes of anything but ``self``, ``cls`` and ``super()``."""
+    """Return uses of private attributes, except those of ``self``, ``cls`` and ``super()``."""
     own = {"self", "cls", "super()"}
     return [
         ast.unparse(node)
@@ -37,13 +37,13 @@ def test_only_the_driver_module_uses_private_attributes() -> None:
 
 
 @pytest.mark.parametrize("code", ["pool._connect()", "self._connection._writer", "a.b._c = 1"])
-def test_private_attributes_of_other_objects_are_found(code: str) -> None:
+def test_private_attributes_of_other_objects_are_detected(code: str) -> None:
     assert len(privates(code)) == 1
 
 
-async def test_a_driver_without_these_attributes_is_refused_with_its_version() -> None:
+async def test_an_unsupported_driver_version_is_rejected() -> None:
     class Other:
-        """A connection as another version may have it."""
+        """Connection of another version of redis-py."""
 
-    with pytest.raises(exceptions.RedisError, match=r"cannot use redis-py \d"):
-        driver.PipelinedConnection(Other(), 1.0)  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(exceptions.RedisError, match=r"redis-py \d\S* is not supported"):
+        driver.PipelinedConnection(Other(), 1.0)  # type: ignore[arg-type]  # on purpose

@@ -1,4 +1,4 @@
-"""No error of the Redis driver, or of the server, leaves the backends as it is."""
+"""Translation of redis-py errors and server error replies."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ OTHERS: list[type[Exception]] = [
 
 
 def raised(kind: type[Exception]) -> Exception:
-    """One of that kind, whatever it wants to be made of."""
-    for arguments in (("said",), ("said", "what"), ("1 host:1",), (b"", 1)):
+    """Return an instance of an exception class with any constructor."""
+    for arguments in (("text",), ("text", "more"), ("1 host:1",), (b"", 1)):
         try:
             return kind(*arguments)
         except (TypeError, ValueError, IndexError):
             continue
-    raise AssertionError(f"how is a {kind} made?")
+    raise AssertionError(f"could not create an instance of {kind}")
 
 
 @pytest.mark.parametrize("kind", [*DRIVERS, *OTHERS], ids=lambda kind: kind.__name__)
-def test_every_error_that_the_driver_may_raise_becomes_ours_with_its_cause(
+def test_every_driver_error_becomes_a_queue_error_with_its_cause(
     kind: type[Exception],
 ) -> None:
     error = raised(kind)
@@ -70,11 +70,11 @@ def test_every_error_that_the_driver_may_raise_becomes_ours_with_its_cause(
     assert caught.value.queue == "orders"
     connection = issubclass(kind, exceptions.ConnectionError | exceptions.TimeoutError | OSError)
     if connection:
-        assert isinstance(caught.value, BackendUnavailable), "it is tried again"
+        assert isinstance(caught.value, BackendUnavailable), "the service would not retry it"
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("reply", "kind"),
     [
         ("OOM command not allowed when used memory > 'maxmemory'.", QueueFull),
         ("WRONGTYPE Operation against a key holding the wrong kind of value", ConfigError),
@@ -96,17 +96,17 @@ def test_every_error_that_the_driver_may_raise_becomes_ours_with_its_cause(
         ("ERR max number of clients reached", BackendUnavailable),
         ("ERR unknown command 'BLMOVE', with args beginning with:", ConfigError),
         ("ERR Error running script: @user_script:1: WRONGTYPE Operation", ConfigError),
-        ("ERR something that nobody foresaw", QueueError),
+        ("ERR some unknown error", QueueError),
     ],
 )
-def test_what_the_server_says_is_understood(said: str, kind: type[QueueError]) -> None:
-    error = to_queue_error(exceptions.ResponseError(said), "publish", "orders")
+def test_server_error_replies_are_translated(reply: str, kind: type[QueueError]) -> None:
+    error = to_queue_error(exceptions.ResponseError(reply), "publish", "orders")
     assert type(error) is kind
-    assert said[:40] in error.message
+    assert reply[:40] in error.message
 
 
-def test_our_own_errors_pass_as_they_are() -> None:
-    own = SendTimeout("late")  # it is a TimeoutError too
+def test_queue_errors_propagate_unchanged() -> None:
+    own = SendTimeout("late")  # also a TimeoutError
     with pytest.raises(SendTimeout) as caught, translate_errors("publish"):
         raise own
     assert caught.value is own
@@ -125,7 +125,7 @@ CALLS: Calls = {
     "declare": lambda backend, name: backend.declare(QueueSpec(name=name)),
     "passive": lambda backend, name: backend.declare(QueueSpec(name=name, passive=True)),
     "publish": lambda backend, name: backend.publish(name, [Envelope("a", b"x")]),
-    "aside": lambda backend, name: backend.publish(name, [Envelope("a", b"x", priority=9)]),
+    "priority": lambda backend, name: backend.publish(name, [Envelope("a", b"x", priority=9)]),
     "subscribe": _subscribed,
     "ping": lambda backend, _: backend.ping(),
     "queues": lambda backend, _: backend.queues(),
@@ -140,7 +140,7 @@ CALLS: Calls = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("make", [RedisListBackend, RedisPubSubBackend])
 @pytest.mark.parametrize("kind", [exceptions.ConnectionError, exceptions.ResponseError])
-async def test_no_call_lets_an_error_of_the_driver_out(
+async def test_no_call_raises_a_driver_error(
     redis_url: str,
     make: type[RedisListBackend] | type[RedisPubSubBackend],
     call: str,
@@ -170,7 +170,7 @@ async def test_no_call_lets_an_error_of_the_driver_out(
 @pytest.mark.parametrize(
     "settle", ["ack", "ack_many", "release", "extend", "extend_many", "receive"]
 )
-async def test_no_settlement_lets_an_error_of_the_driver_out(
+async def test_no_settlement_raises_a_driver_error(
     redis_url: str, settle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"failing-{uuid.uuid4().hex[:8]}"

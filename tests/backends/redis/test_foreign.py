@@ -1,4 +1,4 @@
-"""Whatever another program may write to Redis is handled or dead-lettered, and the next arrives."""
+"""Foreign messages: each is handled or dead-lettered, and never blocks the next message."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ frames = st.builds(
 
 
 @pytest.mark.parametrize("mode", ["list", "pubsub"])
-async def test_anything_another_client_may_write_is_handled_or_dead_lettered(
+async def test_any_foreign_message_is_handled_or_dead_lettered(
     redis_url: str, mode: Literal["list", "pubsub"]
 ) -> None:
     name = f"t-{uuid.uuid4().hex[:10]}"

@@ -1,4 +1,4 @@
-"""Redis lists beyond the contract: other programs, broken connections, and what errors mean."""
+"""Redis list backend, beyond the conformance suite: foreign messages, lost connections, errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def name() -> str:
 
 @pytest_asyncio.fixture
 async def raw(redis_url: str, name: str) -> AsyncIterator[Any]:
-    """Another program: the bare client. What the test left is deleted."""
+    """Yield a redis-py client that acts as another program; delete the test's keys afterwards."""
     async with redis.asyncio.from_url(redis_url) as client:
         yield client
         for pattern in (f"{name}*", f"{{{name}*"):
@@ -96,7 +96,7 @@ async def take(subscription: ListSubscription, count: int = 1) -> list[Delivery]
 
 
 @pytest.mark.proves("003-redis-2")
-async def test_what_another_program_pushed_is_consumed(
+async def test_foreign_messages_are_consumed(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -111,12 +111,11 @@ async def test_what_another_program_pushed_is_consumed(
         assert await subscription.ack_many(found) == [None] * len(found)
 
 
-async def test_a_foreign_message_wakes_a_parked_consumer_and_keeps_its_id(
+async def test_a_foreign_message_wakes_a_waiting_consumer_and_keeps_its_id(
     backend: RedisListBackend, raw: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        list_subscription, "MAX_BLOCK_SECONDS", 120.0
-    )  # it looks for itself only after this
+    # Long enough that only the push can wake the consumer.
+    monkeypatch.setattr(list_subscription, "MAX_BLOCK_SECONDS", 120.0)
     await backend.declare(QueueSpec(name=name))
     async with backend.subscribe(spec(name)) as subscription:
         receiving = asyncio.ensure_future(subscription.receive(1))
@@ -129,11 +128,11 @@ async def test_a_foreign_message_wakes_a_parked_consumer_and_keeps_its_id(
         assert (second.envelope.id, second.envelope.attempt) == (first.envelope.id, 2)
 
 
-async def test_a_foreign_message_that_kills_its_consumer_is_counted(
+async def test_the_deliveries_of_a_foreign_message_count_as_attempts(
     backend: RedisListBackend, redis_url: str, raw: Any, name: str
 ) -> None:
     async def handle(body: int) -> None:
-        raise AssertionError("it was delivered too often")
+        raise AssertionError("the handler was called after the last attempt")
 
     await backend.declare(QueueSpec(name=name))
     await raw.rpush(name, b"1")
@@ -170,10 +169,10 @@ async def letters_of(service: QueueService, name: str, count: int = 1) -> list[D
     return found
 
 
-async def test_what_expired_or_crashed_too_often_is_delivered_as_it_is(
+async def test_expired_and_repeatedly_delivered_messages_are_delivered_unchanged(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
-    """The backend dead-letters nothing: the service above it does."""
+    """The service, not the backend, writes the dead letters."""
     letters = f"{name}.dlq"
     await backend.declare(QueueSpec(name=letters, max_depth=10, drop_oldest=True))
     await backend.declare(
@@ -203,14 +202,14 @@ async def test_an_expired_message_whose_dead_letter_cannot_be_written_is_held_an
     letters, kept = f"{{{name}.dlq}}:meta", f"{name}-kept"
     async with service_of(redis_url, handle, ack_deadline=1.0) as service:
         await raw.rename(letters, kept)
-        await raw.set(letters, "no hash")  # so that every write fails
+        await raw.set(letters, "not a hash")  # makes every write fail
         await raw.rpush(name, b"qk1 a - 0 1 0 -\n\n1")
         await eventually(lambda: service.health_check().consumers[0].failing)
         assert "dead letters cannot be written" in str(service.health_check().consumers[0].failing)
         assert not service.ready
         await service.send(name, 2)
         await eventually(lambda: handled == [2])
-        assert not service.ready, "others are settled, that one is not"
+        assert not service.ready, "ready with an unsettled message"
         await raw.rename(kept, letters)
         await eventually(lambda: service.ready)
         (letter,) = await letters_of(service, name)
@@ -224,14 +223,14 @@ async def depths(service: QueueService, name: str) -> tuple[int, int | None]:
     return stats.depth, stats.in_flight
 
 
-async def test_what_is_pushed_to_a_topic_s_name_reaches_each_group(
+async def test_a_message_pushed_to_a_topic_reaches_each_group(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name, broadcast=True))
     await raw.rpush(name, b"before any group")
     one, two = spec(name, group="one", broadcast=True), spec(name, group="two", broadcast=True)
     async with backend.subscribe(one) as first:
-        waiting = asyncio.ensure_future(take(first, 2))  # parked: nobody tells it of the push
+        waiting = asyncio.ensure_future(take(first, 2))  # blocked, and the push does not wake it
         await asyncio.sleep(0.1)
         await raw.rpush(name, b"for one", b"for one too")
         assert [item.envelope.body for item in await waiting] == [b"for one", b"for one too"]
@@ -240,26 +239,26 @@ async def test_what_is_pushed_to_a_topic_s_name_reaches_each_group(
             found = [*await take(first), *await take(second)]
             assert [item.envelope.body for item in found] == [b"for both"] * 2
             assert len({item.envelope.id for item in found}) == 1
-            await raw.rpush(name, b"looked at")
-            assert [item.body for item in await backend.peek(name, 10)] == [b"looked at"] * 2
+            await raw.rpush(name, b"peeked")
+            assert [item.body for item in await backend.peek(name, 10)] == [b"peeked"] * 2
     assert await raw.llen(name) == 0
 
 
-async def test_what_stands_among_others_with_another_priority_is_woken_for(
+async def test_a_foreign_message_with_another_priority_wakes_the_next_consumer(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
     frames = [codec.encode(Envelope(id, b"x", priority=p)) for id, p in (("a", None), ("b", 9))]
-    await raw.rpush(name, *frames)  # by hand: a send would have filed it
+    await raw.rpush(name, *frames)  # a send would add "b" to the list of its priority
     async with backend.subscribe(spec(name)) as one, backend.subscribe(spec(name)) as two:
         (first,) = await one.receive(2)
         assert first.envelope.id == "a"
-        assert await raw.llen(name) == 1, "so that whoever waits hears of it"
+        assert await raw.llen(name) == 1, "no element is left to wake a waiting consumer"
         (second,) = await take(two)
         assert second.envelope.id == "b"
 
 
-async def test_a_list_that_another_program_made_is_found_and_consumed(
+async def test_a_list_that_another_program_created_is_consumed(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await raw.rpush(name, b"theirs")
@@ -268,14 +267,12 @@ async def test_a_list_that_another_program_made_is_found_and_consumed(
         (delivery,) = await take(subscription)
         assert delivery.envelope.body == b"theirs"
         await subscription.ack(delivery)
-    await backend.declare(QueueSpec(name=name, passive=True))  # it is known also when it is empty
+    await backend.declare(QueueSpec(name=name, passive=True))  # an empty queue stays declared
     with pytest.raises(ConfigError, match="as a queue"):
         await backend.declare(QueueSpec(name=name, broadcast=True, passive=True))
 
 
-async def test_the_server_counts_the_consumers(
-    backend: RedisListBackend, raw: Any, name: str
-) -> None:
+async def test_stats_count_the_consumers(backend: RedisListBackend, raw: Any, name: str) -> None:
     await backend.declare(QueueSpec(name=name))
     await backend.declare(QueueSpec(name=f"{name}-topic", broadcast=True))
 
@@ -295,11 +292,11 @@ async def test_the_server_counts_the_consumers(
     await eventually(lambda: _is(consumers(name), 0))
 
 
-async def _is(asked: Awaitable[object], wanted: object) -> bool:
-    return await asked == wanted
+async def _is(actual: Awaitable[object], expected: object) -> bool:
+    return await actual == expected
 
 
-async def test_a_delayed_message_is_before_nobody(
+async def test_positions_do_not_count_delayed_messages(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -318,13 +315,13 @@ async def test_a_delayed_message_is_before_nobody(
     ]
     await backend.purge(name)
     await positions(Envelope("late", b"x", not_before=later))
-    assert await raw.lpop(name) is not None  # another program takes it
+    assert await raw.lpop(name) is not None  # another program takes the delayed message
     assert await positions(Envelope("d", b"x")) == [0]
     assert (await backend.stats(name)).depth == 1
 
 
 @pytest.mark.proves("003-redis-2")
-async def test_a_person_can_read_what_qkit_sent(
+async def test_a_sent_message_is_readable_with_redis_cli(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -341,19 +338,19 @@ async def test_a_person_can_read_what_qkit_sent(
         Envelope("%", b"\n\n", {"odd": "\uffff"}, key="-"),
     ],
 )
-def test_a_frame_comes_back_as_it_was(envelope: Envelope) -> None:
+def test_a_frame_decodes_to_the_original_envelope(envelope: Envelope) -> None:
     assert codec.decode(codec.encode(envelope, 1)) == envelope
 
 
 @pytest.mark.parametrize("line", [b"[]", b"{", b"[" * 100_000, b"null"])
-def test_headers_that_are_none_leave_the_body(line: bytes) -> None:
+def test_invalid_headers_are_kept_as_raw_bytes(line: bytes) -> None:
     found = codec.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
     kept = {"headers": base64.b64encode(line).decode()}
     assert found.headers == {"qkit-raw": json.dumps(kept)}
     assert found.body == b"body"
 
 
-def test_what_utf_8_cannot_encode_is_replaced_and_the_bytes_are_kept() -> None:
+def test_invalid_utf_8_is_replaced_and_the_bytes_are_kept() -> None:
     found = codec.decode(b'qk1 %FF%FE - 0 0 0 =k%FF\n{"lone":"\\ud800"}\nbody')
     assert (found.id, found.key) == (r"\xff\xfe", r"k\xff")
     assert found.headers["lone"] == r"\ud800"
@@ -363,13 +360,11 @@ def test_what_utf_8_cannot_encode_is_replaced_and_the_bytes_are_kept() -> None:
     assert (again.id, again.key, again.headers) == (found.id, found.key, found.headers)
 
 
-# Nothing is lost
+# No message is lost
 
 
 @pytest.mark.proves("003-redis-3")
-async def test_a_cancelled_wait_loses_nothing_fifty_times(
-    backend: RedisListBackend, name: str
-) -> None:
+async def test_cancelled_receives_lose_no_message(backend: RedisListBackend, name: str) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -407,7 +402,7 @@ async def test_a_cancelled_wait_loses_nothing_fifty_times(
     assert (stats.depth, stats.in_flight, stats.scheduled) == (0, 0, 0)
 
 
-async def test_a_cancelled_send_leaves_no_answer_for_the_next(
+async def test_a_cancelled_send_does_not_mix_up_replies(
     backend: RedisListBackend, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -424,9 +419,7 @@ async def test_a_cancelled_send_leaves_no_answer_for_the_next(
     assert (sent.message_id, sent.position) == ("last", stats.depth - 1)
 
 
-async def test_a_consumer_that_lets_its_leases_go_gets_its_slots_back(
-    backend: RedisListBackend, name: str
-) -> None:
+async def test_expired_leases_free_prefetch_capacity(backend: RedisListBackend, name: str) -> None:
     await backend.declare(QueueSpec(name=name))
     await backend.publish(name, [Envelope("a", b"x")])
     async with backend.subscribe(spec(name, prefetch=1, ack_deadline=0.2)) as subscription:
@@ -434,7 +427,7 @@ async def test_a_consumer_that_lets_its_leases_go_gets_its_slots_back(
             assert (await take(subscription))[0].envelope.attempt == attempt
 
 
-async def test_a_settled_delivery_frees_its_slot_at_once(
+async def test_settling_a_delivery_immediately_frees_prefetch_capacity(
     backend: RedisListBackend, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -451,7 +444,7 @@ async def test_a_settled_delivery_frees_its_slot_at_once(
         assert first.envelope.id == "c"
 
 
-async def test_what_a_cancelled_receive_claimed_goes_back_in_order_and_uncharged(
+async def test_a_cancelled_receive_releases_its_messages_in_order_without_counting_attempts(
     backend: RedisListBackend, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -468,13 +461,12 @@ async def test_what_a_cancelled_receive_claimed_goes_back_in_order_and_uncharged
     assert {delivery.envelope.attempt for delivery in found} == {1}
 
 
-async def test_every_parked_consumer_hears_of_a_batch(
+async def test_a_batch_wakes_every_waiting_consumer(
     backend: RedisListBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One message wakes one consumer; each that is woken wakes the next while there is work."""
-    monkeypatch.setattr(
-        list_subscription, "MAX_BLOCK_SECONDS", 120.0
-    )  # they look for themselves after this
+    """The first message wakes one consumer, and each woken consumer wakes the next."""
+    # Long enough that only the publish can wake the consumers.
+    monkeypatch.setattr(list_subscription, "MAX_BLOCK_SECONDS", 120.0)
     await backend.declare(QueueSpec(name=name))
     async with contextlib.AsyncExitStack() as stack:
         consumers = [
@@ -489,7 +481,7 @@ async def test_every_parked_consumer_hears_of_a_batch(
         assert sorted(found) == ["0", "1", "2", "3"]
 
 
-async def test_a_consumer_that_died_with_a_message_in_the_arrivals_loses_nothing(
+async def test_a_message_left_in_the_arrivals_list_by_a_dead_consumer_is_delivered(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -500,7 +492,7 @@ async def test_a_consumer_that_died_with_a_message_in_the_arrivals_loses_nothing
         assert delivery.envelope.id == "a"
 
 
-async def test_messages_that_are_alike_are_all_kept(backend: RedisListBackend, name: str) -> None:
+async def test_identical_messages_are_all_delivered(backend: RedisListBackend, name: str) -> None:
     await backend.declare(QueueSpec(name=name))
     for delay in (0.0, 0.3):
         due = SystemClock().time() + delay if delay else None
@@ -509,7 +501,7 @@ async def test_messages_that_are_alike_are_all_kept(backend: RedisListBackend, n
         assert len(await take(subscription, 6)) == 6
 
 
-async def test_a_forgotten_script_is_told_again(
+async def test_scripts_are_sent_again_after_a_script_flush(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -530,7 +522,7 @@ async def unreliable(redis_url: str, raw: Any) -> AsyncIterator[RedisListBackend
 
 
 @pytest.mark.proves("003-redis-3")
-async def test_without_leases_a_message_is_gone_once_it_is_taken(
+async def test_without_leases_a_delivery_removes_the_message(
     unreliable: RedisListBackend, raw: Any, name: str
 ) -> None:
     await unreliable.declare(QueueSpec(name=name))
@@ -545,7 +537,7 @@ async def test_without_leases_a_message_is_gone_once_it_is_taken(
     assert (await unreliable.stats(name)).depth == 0
 
 
-async def test_without_leases_what_nobody_saw_goes_back(
+async def test_without_leases_a_cancelled_receive_loses_no_message(
     unreliable: RedisListBackend, name: str
 ) -> None:
     await unreliable.declare(QueueSpec(name=name))
@@ -564,7 +556,7 @@ async def test_without_leases_what_nobody_saw_goes_back(
     assert sorted(got) == sorted(sent)
 
 
-async def test_without_leases_a_released_message_comes_again(
+async def test_without_leases_a_released_message_is_redelivered(
     unreliable: RedisListBackend, name: str
 ) -> None:
     await unreliable.declare(QueueSpec(name=name))
@@ -579,14 +571,14 @@ async def test_without_leases_a_released_message_comes_again(
             await subscription.ack(second)
 
 
-# Broken connections
+# Lost connections
 
 
 async def kill_blocked(raw: Any, subscription: ListSubscription) -> None:
     await raw.execute_command("CLIENT", "KILL", "ID", subscription._blocking_connection_id)
 
 
-async def test_a_killed_parking_connection_ends_the_subscription_and_says_why(
+async def test_a_killed_blocking_connection_raises_subscription_lost(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -604,7 +596,7 @@ async def test_a_killed_parking_connection_ends_the_subscription_and_says_why(
 
 
 @pytest.mark.proves("003-redis-9")
-async def test_a_service_outlives_its_killed_connection(
+async def test_a_service_reconnects_after_its_connection_is_killed(
     raw: Any, redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[ListSubscription] = []
@@ -631,7 +623,7 @@ async def test_a_service_outlives_its_killed_connection(
     assert len(opened) == 2
 
 
-async def test_an_address_where_nobody_listens_is_unavailable() -> None:
+async def test_a_closed_port_raises_backend_unavailable() -> None:
     backend = RedisListBackend("redis://127.0.0.1:1/0")
     with pytest.raises(BackendUnavailable) as caught:
         await backend.start()
@@ -641,12 +633,12 @@ async def test_an_address_where_nobody_listens_is_unavailable() -> None:
     await backend.aclose()
 
 
-async def test_a_server_that_says_nothing_is_unavailable_in_time() -> None:
-    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_silent_server_raises_backend_unavailable() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
 
-    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     backend = RedisListBackend(ConnectionParameters(f"redis://127.0.0.1:{port}/0", timeout=0.2))
     with pytest.raises(BackendUnavailable) as caught:
@@ -677,7 +669,7 @@ async def test_a_server_that_says_nothing_is_unavailable_in_time() -> None:
         (ConnectionResetError("reset"), BackendUnavailable),
     ],
 )
-async def test_errors_of_the_driver_become_ours_with_their_cause(
+async def test_driver_errors_are_translated_with_their_cause(
     error: Exception, kind: type[QueueError]
 ) -> None:
     with pytest.raises(QueueError) as caught:
@@ -690,16 +682,18 @@ async def test_errors_of_the_driver_become_ours_with_their_cause(
     assert type(to_queue_error(error, "ack")) is kind
 
 
-async def test_a_key_of_another_kind_is_refused(
+async def test_a_key_of_another_type_raises_config_error(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await raw.set(name, "a string")
     await backend.declare(QueueSpec(name=name))
-    with pytest.raises(ConfigError, match="no list"):
+    with pytest.raises(ConfigError, match="not a list"):
         await backend.publish(name, [Envelope("a", b"x")])
 
 
-async def test_what_was_not_declared_is_not_found(backend: RedisListBackend, name: str) -> None:
+async def test_an_undeclared_queue_raises_queue_not_found(
+    backend: RedisListBackend, name: str
+) -> None:
     for call in (
         backend.publish(name, [Envelope("a", b"x")]),
         backend.declare(QueueSpec(name=name, passive=True)),
@@ -716,14 +710,16 @@ async def test_what_was_not_declared_is_not_found(backend: RedisListBackend, nam
             pass
 
 
-async def test_a_queue_is_no_topic(backend: RedisListBackend, name: str) -> None:
+async def test_declaring_a_queue_as_a_topic_raises_config_error(
+    backend: RedisListBackend, name: str
+) -> None:
     await backend.declare(QueueSpec(name=name))
     await backend.declare(QueueSpec(name=name, passive=True))
     with pytest.raises(ConfigError, match="topic"):
         await backend.declare(QueueSpec(name=name, broadcast=True))
 
 
-async def test_a_deleted_queue_leaves_nothing_and_ends_its_subscriptions(
+async def test_deleting_a_queue_removes_all_keys_and_ends_its_subscriptions(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -737,7 +733,7 @@ async def test_a_deleted_queue_leaves_nothing_and_ends_its_subscriptions(
     assert name not in await backend.queues()
 
 
-async def test_a_delivery_is_settled_once(backend: RedisListBackend, name: str) -> None:
+async def test_a_settled_delivery_cannot_be_extended(backend: RedisListBackend, name: str) -> None:
     await backend.declare(QueueSpec(name=name))
     await backend.publish(name, [Envelope("a", b"x")])
     async with backend.subscribe(spec(name)) as subscription:
@@ -747,7 +743,7 @@ async def test_a_delivery_is_settled_once(backend: RedisListBackend, name: str) 
             await subscription.extend(delivery, 1.0)
 
 
-async def test_leases_are_extended_together_in_one_call(
+async def test_several_leases_are_extended_in_one_call(
     backend: RedisListBackend, raw: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -807,9 +803,7 @@ async def test_a_service_renews_all_its_leases_in_one_call(
 # Limits
 
 
-async def test_a_full_dead_letter_queue_tells_what_it_dropped(
-    backend: RedisListBackend, name: str
-) -> None:
+async def test_dropped_letters_are_reported(backend: RedisListBackend, name: str) -> None:
     dropped: list[DeadLetter] = []
     backend.on_dropped_letter(dropped.append)
     await backend.declare(QueueSpec(name=name, max_depth=2, drop_oldest=True))
@@ -818,7 +812,9 @@ async def test_a_full_dead_letter_queue_tells_what_it_dropped(
     assert [envelope.id for envelope in await backend.peek(name, 10)] == ["c", "d"]
 
 
-async def test_remove_takes_the_oldest_of_one_id(backend: RedisListBackend, name: str) -> None:
+async def test_remove_deletes_the_oldest_messages_with_an_id(
+    backend: RedisListBackend, name: str
+) -> None:
     await backend.declare(QueueSpec(name=name))
     later = SystemClock().time() + 60
     messages = [
@@ -832,7 +828,7 @@ async def test_remove_takes_the_oldest_of_one_id(backend: RedisListBackend, name
     assert [envelope.body for envelope in await backend.peek(name, 10)] == [b"4"]
 
 
-def test_messages_go_together_up_to_a_number_and_a_size() -> None:
+def test_batches_are_limited_by_count_and_size() -> None:
     small = [Envelope(str(number), b"x") for number in range(1_201)]
     assert [len(batch) for batch in codec.batches(small)] == [500, 500, 201]
     large = [Envelope(str(number), bytes(3 * 2**20)) for number in range(5)]
@@ -842,13 +838,13 @@ def test_messages_go_together_up_to_a_number_and_a_size() -> None:
     assert list(codec.batches([])) == []
 
 
-async def test_replicas_that_are_not_there_are_refused_at_start(redis_url: str) -> None:
+async def test_the_start_fails_without_enough_replicas(redis_url: str) -> None:
     backend = RedisListBackend(redis_url, replicas=2)
     with pytest.raises(ConfigError, match="replicas=2"):
         await backend.start()
 
 
-async def test_a_send_without_its_replicas_is_ambiguous_and_the_message_stays(
+async def test_a_send_that_no_replica_confirms_raises_send_timeout(
     backend: RedisListBackend, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -859,7 +855,7 @@ async def test_a_send_without_its_replicas_is_ambiguous_and_the_message_stays(
     assert (await backend.stats(name)).depth == 1
 
 
-async def test_more_than_the_server_takes_at_once_is_filed_bit_by_bit(
+async def test_a_long_ingress_list_is_processed_in_chunks(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -875,29 +871,31 @@ async def test_more_than_the_server_takes_at_once_is_filed_bit_by_bit(
     assert got == list(range(2_500))
 
 
-# Opening
+# Protocols and settings
 
 
-def test_it_offers_the_whole_boundary() -> None:
+def test_the_list_backend_implements_the_optional_protocols() -> None:
     backend = RedisListBackend("redis://localhost/")
     for protocol in (Admin, DroppedLetterSource):
         assert isinstance(backend, protocol)
-    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
+    assert not isinstance(backend, DeadLetterSource), "the service must write the dead letters"
     assert len(lifecycle.SEND.sha) == 40
 
 
-def test_settings_choose_it() -> None:
+def test_settings_select_the_list_backend() -> None:
     settings = Settings(type="redis", mode="list", url="redis://localhost/")
     assert isinstance(open_backend(settings, SystemClock()), RedisListBackend)
 
 
-def test_settings_choose_it_without_leases() -> None:
+def test_reliable_false_selects_a_backend_without_leases() -> None:
     settings = Settings(type="redis", mode="list", reliable=False, url="redis://localhost/")
     assert not open_backend(settings, SystemClock()).capabilities.lease
 
 
 @pytest.mark.parametrize("missing", ["redis", "hiredis"])
-def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_the_error_for_a_missing_client_library_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
     for module in [item for item in sys.modules if item.startswith("qkit.backends.redis")]:
         monkeypatch.delitem(sys.modules, module)
     for module in [item for item in sys.modules if item.partition(".")[0] == missing]:
@@ -910,7 +908,7 @@ def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch, mis
 @pytest.mark.parametrize(
     "frame_", [b"qk1 %FF - 0 0 0 -\n\n1", b"qk1 a - 0 0 0 =k%FF\n\n1", b"qk1 %ED - 0 0 0 -\n\n1"]
 )
-async def test_a_name_that_is_no_text_holds_up_nothing(
+async def test_an_invalid_id_or_key_does_not_block_the_queue(
     backend: RedisListBackend, raw: Any, name: str, frame_: bytes
 ) -> None:
     await backend.declare(QueueSpec(name=name))
@@ -925,7 +923,7 @@ async def test_a_name_that_is_no_text_holds_up_nothing(
         assert [delivery.envelope.body for delivery in found] == [b"1", b"2"]
 
 
-async def test_a_late_ack_never_removes_a_message_of_a_queue_that_was_made_again(
+async def test_a_late_ack_does_not_affect_a_recreated_queue(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))

@@ -1,4 +1,4 @@
-"""Redis pub/sub beyond the contract: other programs, broken connections, slow handlers."""
+"""Redis pub/sub backend, beyond the conformance suite: foreign messages, outages, slow handlers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def name() -> str:
 
 @pytest_asyncio.fixture
 async def raw(redis_url: str) -> AsyncIterator[Any]:
-    """Another program: the bare client."""
+    """Yield a redis-py client that acts as another program."""
     async with redis.asyncio.from_url(redis_url) as client:
         yield client
 
@@ -89,7 +89,7 @@ async def take(subscription: Any, count: int = 1) -> list[Delivery]:
 
 
 @pytest.mark.proves("003-redis-6")
-async def test_what_another_program_publishes_reaches_a_typed_handler(
+async def test_a_foreign_message_reaches_a_typed_handler(
     redis_url: str, raw: Any, name: str
 ) -> None:
     got: list[tuple[dict[str, int], str]] = []
@@ -105,7 +105,7 @@ async def test_what_another_program_publishes_reaches_a_typed_handler(
     assert [body for body, _ in got] == [{"id": 1}, {"id": 2}]
 
 
-async def test_each_foreign_message_has_an_id_of_its_own(
+async def test_each_foreign_message_gets_a_distinct_id(
     backend: RedisPubSubBackend, raw: Any, name: str
 ) -> None:
     odd = [b"", bytes(range(256)), b"qk1 x", b"qk1 a b 0 0 0 -\n\nz"]
@@ -119,13 +119,15 @@ async def test_each_foreign_message_has_an_id_of_its_own(
 
 
 @pytest.mark.proves("003-redis-5")
-async def test_a_person_can_read_what_qkit_publishes(redis_url: str, raw: Any, name: str) -> None:
+async def test_a_published_message_is_readable_with_redis_cli(
+    redis_url: str, raw: Any, name: str
+) -> None:
     async with raw.pubsub() as listener, service_on(redis_url) as service:
         await listener.subscribe(name)
         sent = await service.send(name, {"id": 1}, headers={"tenant": "acme"}, key="k")
         async with asyncio.timeout(60):
-            heard = [message async for message in _messages(listener, 1)]
-    head, headers, body = heard[0].decode().split("\n")
+            received = [message async for message in _messages(listener, 1)]
+    head, headers, body = received[0].decode().split("\n")
     assert head == f"qk1 {sent.message_id} - 0 0 0 =k"
     assert headers == '{"tenant":"acme"}'
     assert body == '{"id":1}'
@@ -144,7 +146,7 @@ async def _messages(listener: Any, count: int) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.proves("003-redis-1", "003-redis-7")
-async def test_send_is_publish_and_every_subscriber_hears_it(redis_url: str, name: str) -> None:
+async def test_send_and_publish_reach_every_subscriber(redis_url: str, name: str) -> None:
     got: dict[str, list[int]] = {"one": [], "two": [], "elsewhere": []}
 
     @consume(name, group="one")
@@ -164,11 +166,13 @@ async def test_send_is_publish_and_every_subscriber_hears_it(redis_url: str, nam
         await service.publish(name, 2)
         await service.send_many(name, [3, 4])
         await service.publish(Channel(name, int, broadcast=True), 5)
-        await eventually(lambda: all(len(heard) == 5 for heard in got.values()))
+        await eventually(lambda: all(len(received) == 5 for received in got.values()))
     assert set(map(tuple, got.values())) == {(1, 2, 3, 4, 5)}
 
 
-async def test_a_message_that_nobody_hears_is_gone_and_no_error(redis_url: str, name: str) -> None:
+async def test_a_message_without_a_subscriber_is_lost_without_an_error(
+    redis_url: str, name: str
+) -> None:
     got: list[int] = []
 
     @consume(name)
@@ -183,7 +187,7 @@ async def test_a_message_that_nobody_hears_is_gone_and_no_error(redis_url: str, 
     assert got == [2]
 
 
-async def test_what_no_subscriber_receives_is_counted_and_logged_once_in_a_while(
+async def test_messages_without_a_subscriber_are_counted_and_logged_at_intervals(
     backend: RedisPubSubBackend,
     name: str,
     caplog: pytest.LogCaptureFixture,
@@ -195,7 +199,7 @@ async def test_what_no_subscriber_receives_is_counted_and_logged_once_in_a_while
     assert backend.unheard == 701
     [warned] = [record.getMessage() for record in caplog.records]
     assert warned.startswith(f"{name}: ")
-    assert "no subscriber received them" in warned
+    assert "the channel has no subscriber" in warned
     async with backend.subscribe(spec(name)):
         await backend.publish(name, [Envelope("701", b"1")])
     assert backend.unheard == 701
@@ -242,11 +246,11 @@ async def test_a_replay_without_a_subscriber_keeps_the_dead_letters(
 
 
 async def has_letters(service: QueueService, name: str, count: int) -> bool:
-    """For conditions."""
+    """Return whether the channel has exactly ``count`` dead letters."""
     return len(await service.dead_letters(name).list()) == count
 
 
-async def test_a_replay_is_for_its_group_alone(backend: RedisPubSubBackend, name: str) -> None:
+async def test_a_replay_reaches_only_its_group(backend: RedisPubSubBackend, name: str) -> None:
     async with (
         backend.subscribe(spec(name, group="one")) as one,
         backend.subscribe(spec(name, group="two")) as two,
@@ -283,7 +287,7 @@ async def test_concurrent_publishes_share_a_round_trip(
 # Dead letters
 
 
-async def test_a_dead_letter_lies_in_a_list_and_outlives_the_service(
+async def test_a_dead_letter_is_stored_in_a_list_and_outlives_the_service(
     redis_url: str, raw: Any, name: str
 ) -> None:
     calls: list[int] = []
@@ -297,17 +301,19 @@ async def test_a_dead_letter_lies_in_a_list_and_outlives_the_service(
     async with service_on(redis_url, fail, retry=retry) as service:
         await service.send(name, 7)
         await eventually(lambda: service.metrics().messages_dead_lettered == 1)
-    assert calls == [7, 7, 7], "retries run inline"
+    assert calls == [7, 7, 7], "expected three attempts, with inline retries"
     assert await raw.llen(f"{name}.dlq") == 1
     async with service_on(redis_url) as later:
         (letter,) = await later.dead_letters(name).list()
         assert (letter.error, letter.attempts, letter.body) == ("no", 3, b"7")
         assert await later.dead_letters(name).purge() == 1
         assert f"{name}.dlq" in await later.queues()
-        await later._backend.delete(f"{name}.dlq")  # type: ignore[attr-defined]  # it is an Admin
+        await later._backend.delete(f"{name}.dlq")  # type: ignore[attr-defined]  # an Admin
 
 
-async def test_a_queue_is_a_list_also_here(backend: RedisPubSubBackend, name: str) -> None:
+async def test_a_queue_of_the_pubsub_backend_is_stored_as_a_list(
+    backend: RedisPubSubBackend, name: str
+) -> None:
     with pytest.raises(QueueNotFound):
         await backend.declare(QueueSpec(name=name, passive=True))
     await backend.declare(QueueSpec(name=name, max_depth=2, drop_oldest=True))
@@ -324,7 +330,7 @@ async def test_a_queue_is_a_list_also_here(backend: RedisPubSubBackend, name: st
 # Settling
 
 
-async def test_what_is_released_comes_again_before_the_others(
+async def test_a_released_message_is_redelivered_before_later_messages(
     backend: RedisPubSubBackend, name: str
 ) -> None:
     async with backend.subscribe(spec(name)) as subscription:
@@ -343,7 +349,7 @@ async def test_what_is_released_comes_again_before_the_others(
             await subscription.ack(again)
 
 
-async def test_what_is_released_keeps_the_order_of_delivery(
+async def test_released_messages_keep_the_delivery_order(
     backend: RedisPubSubBackend, name: str
 ) -> None:
     async with backend.subscribe(spec(name)) as subscription:
@@ -355,7 +361,7 @@ async def test_what_is_released_keeps_the_order_of_delivery(
     assert [delivery.envelope.id for delivery in found] == list("abcd")
 
 
-async def test_a_delivery_is_settled_only_by_its_own_subscription(
+async def test_a_delivery_can_be_settled_only_by_its_subscription(
     backend: RedisPubSubBackend, name: str
 ) -> None:
     async with backend.subscribe(spec(name)) as one, backend.subscribe(spec(name)) as two:
@@ -366,7 +372,7 @@ async def test_a_delivery_is_settled_only_by_its_own_subscription(
         await one.ack(delivery)
 
 
-async def test_a_paused_channel_keeps_what_it_hears(redis_url: str, name: str) -> None:
+async def test_a_paused_channel_buffers_messages(redis_url: str, name: str) -> None:
     got: list[int] = []
 
     @consume(name)
@@ -384,7 +390,7 @@ async def test_a_paused_channel_keeps_what_it_hears(redis_url: str, name: str) -
     assert got == list(range(50))
 
 
-async def test_what_a_stopped_subscriber_had_not_handled_is_gone_and_counted(
+async def test_the_number_of_unhandled_messages_of_a_stopped_subscription_is_logged(
     backend: RedisPubSubBackend, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with backend.subscribe(spec(name)) as subscription:
@@ -393,10 +399,10 @@ async def test_what_a_stopped_subscriber_had_not_handled_is_gone_and_counted(
         await subscription.stop()
         await subscription.ack(done)
         await subscription.release(held, 0.0)
-    assert "3 messages" in caplog.text
+    assert "3 unhandled messages" in caplog.text
 
 
-# Broken connections
+# Lost connections
 
 
 @pytest.mark.proves("003-redis-6", "003-redis-9", "003-redis-10")
@@ -405,7 +411,7 @@ async def test_subscriptions_are_restored_after_a_killed_connection(
 ) -> None:
     got: list[int] = []
     states: list[str] = []
-    back: list[object] = []
+    reconnected: list[object] = []
 
     @consume(name)
     async def handle(body: int) -> None:
@@ -416,11 +422,11 @@ async def test_subscriptions_are_restored_after_a_killed_connection(
         service_on(private_redis.url, handle) as service,
     ):
         service.on("state_change", lambda change: states.append(str(change.new)))
-        service.on("reconnected", back.append)
+        service.on("reconnected", reconnected.append)
         await service.send(name, 1)
         await eventually(lambda: got == [1])
         assert await raw.client_kill_filter(_type="pubsub") == 1
-        await eventually(lambda: back)
+        await eventually(lambda: reconnected)
 
         async def subscribed() -> bool:
             return bool((await raw.pubsub_numsub(name))[0][1] == 1)
@@ -432,7 +438,9 @@ async def test_subscriptions_are_restored_after_a_killed_connection(
 
 
 @pytest.mark.proves("003-redis-8")
-async def test_an_outage_of_the_server_is_outlived(private_redis: PrivateBroker, name: str) -> None:
+async def test_a_service_recovers_from_a_server_outage(
+    private_redis: PrivateBroker, name: str
+) -> None:
     got: list[int] = []
 
     @consume(name)
@@ -446,18 +454,18 @@ async def test_an_outage_of_the_server_is_outlived(private_redis: PrivateBroker,
             await eventually(lambda: service.health_check().status != "healthy")
         number = 1
 
-        async def heard() -> bool:
+        async def received_again() -> bool:
             nonlocal number
             number += 1
             await service.send(name, number)
             await asyncio.sleep(0.05)
             return len(got) > 1
 
-        await eventually(heard)
+        await eventually(received_again)
         assert set(got) <= set(range(1, number + 1))
 
 
-async def test_a_server_that_falls_silent_is_given_up(
+async def test_a_subscription_is_lost_if_the_server_stops_responding(
     redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pubsub_subscription, "PING_INTERVAL_SECONDS", 0.2)
@@ -467,7 +475,7 @@ async def test_a_server_that_falls_silent_is_given_up(
         backend = RedisPubSubBackend(f"redis://127.0.0.1:{proxy.port}/0")
         await backend.start()
         async with backend.subscribe(spec(name)) as subscription:
-            await asyncio.sleep(1.5)  # beats are answered, so silence alone ends nothing
+            await asyncio.sleep(1.5)  # the server replies to PINGs, so the idle connection stays
             await backend.publish(name, [Envelope("a", b"x")])
             await take(subscription)
             proxy.black_hole()
@@ -480,14 +488,14 @@ async def test_a_server_that_falls_silent_is_given_up(
 
 
 @pytest.mark.proves("003-shutdown-13", "003-shutdown-14", "003-shutdown-15")
-async def test_shutdown_leaves_neither_subscription_nor_connection_and_is_told_last(
+async def test_shutdown_closes_all_connections_and_is_the_last_event(
     private_redis: PrivateBroker, name: str
 ) -> None:
-    told: list[str] = []
+    events: list[str] = []
 
     @consume(name)
     async def handle(body: int) -> None:
-        told.append(f"handled {body}")
+        events.append(f"handled {body}")
 
     async with redis.asyncio.from_url(private_redis.url) as raw:
 
@@ -496,26 +504,26 @@ async def test_shutdown_leaves_neither_subscription_nor_connection_and_is_told_l
 
         before = await clients()
         service = service_on(private_redis.url, handle)
-        service.on("state_change", lambda change: told.append(str(change.new)))
-        service.on("shutdown", lambda _: told.append("shutdown"))
+        service.on("state_change", lambda change: events.append(str(change.new)))
+        service.on("shutdown", lambda _: events.append("shutdown"))
         async with service:
             await service.send(name, 1)
-            await eventually(lambda: "handled 1" in told)
+            await eventually(lambda: "handled 1" in events)
             assert (await raw.pubsub_numsub(name))[0][1] == 1
             assert len(await clients()) > len(before)
-        assert told[-1] == "shutdown"
+        assert events[-1] == "shutdown"
 
-        async def alone() -> bool:
-            gone = (await raw.pubsub_numsub(name))[0][1] == 0
-            return gone and await clients() == before
+        async def disconnected() -> bool:
+            unsubscribed = (await raw.pubsub_numsub(name))[0][1] == 0
+            return unsubscribed and await clients() == before
 
-        await eventually(alone)
+        await eventually(disconnected)
 
 
 # Slow handlers
 
 
-async def test_a_slow_handler_bounds_what_waits_here_and_loses_nothing_in_time(
+async def test_the_buffer_of_a_slow_handler_is_bounded_and_no_message_is_lost(
     backend: RedisPubSubBackend, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "qkit")
@@ -527,18 +535,18 @@ async def test_a_slow_handler_bounds_what_waits_here_and_loses_nothing_in_time(
                 name, [Envelope(str(number), body) for number in range(start, start + 500)]
             )
         await asyncio.sleep(0.3)
-        # Beyond the limit there is at most what was read at once: 256 KiB.
+        # One read of 256 KiB may exceed the limit.
         assert (
-            pubsub_subscription.MESSAGES
+            pubsub_subscription.MAX_BUFFERED_MESSAGES
             <= len(subscription._arrivals)
-            <= pubsub_subscription.MESSAGES + 300
+            <= pubsub_subscription.MAX_BUFFERED_MESSAGES + 300
         )
-        assert "no more are read" in caplog.text
+        assert "paused reading" in caplog.text
         found = await take(subscription, count)
     assert [int(delivery.envelope.id) for delivery in found] == list(range(count))
 
 
-async def test_a_subscriber_that_is_too_slow_is_hung_up_on_and_hears_what_it_had(
+async def test_a_subscription_that_is_too_slow_is_lost_after_its_buffered_messages(
     private_redis: PrivateBroker, name: str
 ) -> None:
     backend = RedisPubSubBackend(private_redis.url)
@@ -551,30 +559,30 @@ async def test_a_subscriber_that_is_too_slow_is_hung_up_on_and_hears_what_it_had
             )
         found: list[Delivery] = []
 
-        async def hear_all() -> None:
+        async def receive_all() -> None:
             while True:
                 found.extend(await take(subscription))
 
         with pytest.raises(SubscriptionLost):
-            await hear_all()
-    heard = [int(delivery.envelope.id) for delivery in found]
-    assert 0 < len(heard) < 4_000
-    assert heard == list(range(len(heard))), "in order, up to where the server hung up"
+            await receive_all()
+    received = [int(delivery.envelope.id) for delivery in found]
+    assert 0 < len(received) < 4_000
+    assert received == list(range(len(received))), "a message is missing or out of order"
     await backend.aclose()
 
 
-# Opening
+# Protocols and settings
 
 
-def test_it_offers_the_boundary_and_the_dead_letters() -> None:
+def test_the_pubsub_backend_implements_the_optional_protocols() -> None:
     backend = RedisPubSubBackend("redis://localhost/")
     assert isinstance(backend, Admin)
     assert isinstance(backend, DroppedLetterSource)
-    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
+    assert not isinstance(backend, DeadLetterSource), "the service must write the dead letters"
     assert codec.decode(b"x").id == codec.FOREIGN
 
 
-def test_settings_choose_it_also_without_a_mode() -> None:
+def test_settings_select_the_pubsub_backend_with_and_without_a_mode() -> None:
     settings = Settings(type="redis", mode="pubsub", url="redis://localhost/")
     assert isinstance(open_backend(settings, SystemClock()), RedisPubSubBackend)
     with pytest.warns(DeprecationWarning, match="mode"):

@@ -1,4 +1,4 @@
-"""Every key that a script touches is in its KEYS, as a Redis Cluster requires."""
+"""Lua scripts: all keys that a script uses are in KEYS, as Redis Cluster requires."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCRIPTS: dict[str, Script] = {
     name: getattr(module, name) for module in (lifecycle, admin) for name in module.__all__
 }
 
-# Stands before a script: redis.call fails for every key that is not in KEYS.
+# Lua code that is prepended to a script, so that redis.call fails for any key that is not in KEYS.
 GUARD = """
 local redis = (function(server)
   local declared = {}
@@ -67,7 +67,7 @@ def name() -> str:
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Every script with the guard before it; the names of those that ran."""
+    """Prepend the guard to every script; return a set that collects the names of those that ran."""
     ran: set[str] = set()
     by_sha: dict[str, str] = {}
     for constant, script in SCRIPTS.items():
@@ -77,21 +77,21 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         by_sha[strict.sha] = constant
     call, call_all = PipelinedConnection.call, PipelinedConnection.call_all
 
-    def note(words: Any) -> None:
+    def record(words: Any) -> None:
         if words[0] == "EVALSHA":
             ran.add(by_sha[words[1]])
 
-    def noted(connection: PipelinedConnection, *words: Any, **options: Any) -> Any:
-        note(words)
+    def recorded_call(connection: PipelinedConnection, *words: Any, **options: Any) -> Any:
+        record(words)
         return call(connection, *words, **options)
 
-    def all_noted(connection: PipelinedConnection, commands: Any, **options: Any) -> Any:
+    def recorded_call_all(connection: PipelinedConnection, commands: Any, **options: Any) -> Any:
         for words in commands:
-            note(words)
+            record(words)
         return call_all(connection, commands, **options)
 
-    monkeypatch.setattr(PipelinedConnection, "call", noted)
-    monkeypatch.setattr(PipelinedConnection, "call_all", all_noted)
+    monkeypatch.setattr(PipelinedConnection, "call", recorded_call)
+    monkeypatch.setattr(PipelinedConnection, "call_all", recorded_call_all)
     return ran
 
 
@@ -107,7 +107,7 @@ async def take(subscription: Any, count: int) -> list[Delivery]:
     return found
 
 
-async def test_no_script_touches_a_key_that_was_not_passed(
+async def test_every_script_uses_only_declared_keys(
     redis_url: str, name: str, guarded: set[str]
 ) -> None:
     await tour(ConnectionParameters(redis_url), name)
@@ -149,10 +149,10 @@ async def test_no_script_touches_a_key_that_was_not_passed(
         await raw.aclose()
         await backend.aclose()
     assert left == []
-    assert guarded == set(SCRIPTS), "the test runs every script"
+    assert guarded == set(SCRIPTS), "the test must run every script"
 
 
-async def test_the_guard_finds_an_undeclared_key(redis_url: str, name: str) -> None:
+async def test_the_guard_detects_an_undeclared_key(redis_url: str, name: str) -> None:
     connection = ReconnectingConnection(ConnectionParameters(redis_url))
     connection.connect()
     script = Script(GUARD + "return redis.call('LLEN', KEYS[1] .. ':in')")
@@ -162,19 +162,19 @@ async def test_the_guard_finds_an_undeclared_key(redis_url: str, name: str) -> N
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_builds_no_key(name: str) -> None:
+def test_a_script_does_not_build_key_names(name: str) -> None:
     code = re.sub(r"--[^\n]*", "", FILES[name])
-    assert "':" not in code, "the suffix of a key"
-    assert "'{" not in code, "the hash tag of a key"
+    assert "':" not in code, "the script adds a suffix to a key"
+    assert "'{" not in code, "the script builds the hash tag of a key"
     for arguments in re.findall(r"redis\.call\(([^\n]*)", code):
         command, _, rest = arguments.partition(", ")
         if command != "'TIME')":
             assert ".." not in rest
             literals = re.findall(r"'([A-Z]+)'", command)
-            assert set(literals) <= ONE_KEY | {"UNLINK"}, "the guard knows where its keys are"
+            assert set(literals) <= ONE_KEY | {"UNLINK"}, "the guard must support the command"
 
 
-def test_every_file_is_a_script_or_the_library() -> None:
+def test_every_lua_file_is_a_script_or_the_library() -> None:
     sources = [script.source for script in SCRIPTS.values()]
     assert len(FILES) == len(SCRIPTS) + 1
     for name, text in FILES.items():
@@ -182,7 +182,7 @@ def test_every_file_is_a_script_or_the_library() -> None:
         assert users > 1 if name == "library" else users == 1
 
 
-async def test_groups_that_another_process_added_are_found(redis_url: str, name: str) -> None:
+async def test_groups_added_by_another_process_receive_messages(redis_url: str, name: str) -> None:
     mine, other = RedisListBackend(redis_url), RedisListBackend(redis_url)
     await mine.start()
     await other.start()
@@ -193,7 +193,7 @@ async def test_groups_that_another_process_added_are_found(redis_url: str, name:
             await mine.publish(name, [Envelope("b", b"")])
             assert [item.envelope.id for item in await take(two, 1)] == ["b"]
     await mine.delete(name)
-    # A queue of the same name: what was known of the topic does no harm.
+    # A queue with the same name must work although the topic's layout is cached.
     await other.declare(QueueSpec(name=name))
     await mine.publish(name, [Envelope("c", b"", priority=1)])
     assert (await mine.stats(name)).depth == 1
@@ -202,7 +202,7 @@ async def test_groups_that_another_process_added_are_found(redis_url: str, name:
     await other.aclose()
 
 
-async def test_a_known_layout_costs_no_further_round_trip(
+async def test_a_known_layout_needs_no_extra_round_trip(
     redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = ReconnectingConnection(ConnectionParameters(redis_url))
@@ -221,7 +221,7 @@ async def test_a_known_layout_costs_no_further_round_trip(
     await connection.aclose()
 
 
-async def test_a_claim_during_the_move_of_a_slot_loses_nothing(name: str) -> None:
+async def test_a_claim_during_a_slot_migration_loses_no_message(name: str) -> None:
     with (
         private_broker("redis", settings=["cluster-enabled yes"]) as node,
         private_broker("redis", settings=["cluster-enabled yes"]) as target,
@@ -241,7 +241,7 @@ async def test_a_claim_during_the_move_of_a_slot_loses_nothing(name: str) -> Non
         backend = RedisListBackend(node.url)
         await backend.start()
         await backend.declare(QueueSpec(name=name))
-        # Afterwards all keys exist but the arrivals: a claim takes from the ready list first.
+        # All keys except the arrivals list now exist. A claim reads the ready list first.
         sent = [Envelope(f"{n}", b"", priority=5) for n in range(8)]
         await backend.publish(name, [*sent, Envelope("late", b"", not_before=4e9)])
         slot = await raw.execute_command("CLUSTER", "KEYSLOT", name)

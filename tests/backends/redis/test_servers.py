@@ -1,4 +1,4 @@
-"""Redis as others run it: with TLS and users, with replicas, in a cluster, older, or as Valkey."""
+"""Redis setups: TLS, users, replicas, a cluster, older servers and Valkey."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
-# As in docs/redis.md.
+# ACL rule from docs/redis.md.
 RULE = (
     "~orders* ~{orders* ~qkit:queues resetchannels &orders* -@all +@list +@hash +@sortedset "
     "+@set +@scripting +@pubsub +ping +auth +select +unlink +time +client|id +client|setname "
@@ -45,7 +45,7 @@ def name() -> str:
 
 
 def _certificates(directory: Path) -> None:
-    """A small authority, and certificates of it for a server and a client."""
+    """Create a CA and certificates, signed by it, for a server and a client."""
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], cwd=directory, check=True, capture_output=True)
@@ -55,19 +55,19 @@ def _certificates(directory: Path) -> None:
         *("-keyout", "ca.key", "-out", "ca.crt"),
     )
     (directory / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    for who in ("server", "client"):
+    for role in ("server", "client"):
         openssl(
-            *("req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={who}"),
-            *("-keyout", f"{who}.key", "-out", f"{who}.csr"),
+            *("req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={role}"),
+            *("-keyout", f"{role}.key", "-out", f"{role}.csr"),
         )
         openssl(
-            *("x509", "-req", "-days", "2", "-in", f"{who}.csr", "-CA", "ca.crt"),
-            *("-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-out", f"{who}.crt"),
+            *("x509", "-req", "-days", "2", "-in", f"{role}.csr", "-CA", "ca.crt"),
+            *("-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-out", f"{role}.crt"),
         )
 
 
 class Guarded:
-    """A server that wants TLS, a certificate and a user."""
+    """Server that requires TLS, a client certificate and a user."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self.directory = directory
@@ -84,7 +84,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     directory = tmp_path_factory.mktemp("tls")
     _certificates(directory)
     port = free_port()
-    rule = RULE.replace("{", "{{")  # the braces of its keys are not those of a format
+    rule = RULE.replace("{", "{{")  # broker settings are format strings
     settings = [
         f"tls-port {port}",
         f"tls-cert-file {directory}/server.crt",
@@ -97,13 +97,13 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield Guarded(directory, port)
 
 
-async def test_everything_works_over_tls_for_a_user_with_few_rights(
+async def test_all_operations_work_over_tls_with_the_documented_permissions(
     guarded: Guarded, name: str
 ) -> None:
     await tour(ConnectionParameters(guarded.url, **guarded.files), name)  # type: ignore[arg-type]  # paths
 
 
-async def test_settings_carry_user_and_certificates(guarded: Guarded, name: str) -> None:
+async def test_settings_configure_user_and_certificates(guarded: Guarded, name: str) -> None:
     settings = Settings(type="redis", mode="list", url=guarded.url, **guarded.files)  # type: ignore[arg-type]  # paths
     async with QueueService(settings) as service:
         assert (await service.send(name, 1)).position == 0
@@ -111,18 +111,18 @@ async def test_settings_carry_user_and_certificates(guarded: Guarded, name: str)
         await service.delete(f"{name}.dlq")
 
 
-async def test_what_a_user_may_not_do_is_a_config_error(guarded: Guarded) -> None:
+async def test_a_missing_permission_raises_config_error(guarded: Guarded) -> None:
     backend = RedisListBackend(ConnectionParameters(guarded.url, **guarded.files))  # type: ignore[arg-type]  # paths
     await backend.start()
-    with pytest.raises(ConfigError, match="may not") as caught:
+    with pytest.raises(ConfigError, match="lacks a permission") as caught:
         await backend.declare(QueueSpec(name="invoices"))
     assert isinstance(caught.value.cause, redis.exceptions.RedisError)
     assert "s3cret-canary" not in str(caught.value)
     await backend.aclose()
 
 
-@pytest.mark.parametrize("what", ["a wrong password", "no certificate", "a strange authority"])
-async def test_who_is_refused_hears_why_and_not_the_secret(
+@pytest.mark.parametrize("what", ["a wrong password", "no certificate", "an unknown CA"])
+async def test_a_rejected_login_does_not_reveal_the_password(
     guarded: Guarded, what: str, tmp_path: Path
 ) -> None:
     url, files = guarded.url, dict(guarded.files)
@@ -146,12 +146,14 @@ async def test_who_is_refused_hears_why_and_not_the_secret(
 
 
 @pytest.mark.proves("003-shutdown-14")
-async def test_a_service_on_lists_hangs_up_and_tells_of_it_last(name: str) -> None:
-    told: list[str] = []
+async def test_shutdown_of_a_service_on_lists_closes_all_connections_and_is_the_last_event(
+    name: str,
+) -> None:
+    events: list[str] = []
 
     @consume(name)
     async def handle(body: int) -> None:
-        told.append(f"handled {body}")
+        events.append(f"handled {body}")
 
     with private_broker("redis") as server:
         async with redis.asyncio.from_url(server.url) as raw:
@@ -162,18 +164,18 @@ async def test_a_service_on_lists_hangs_up_and_tells_of_it_last(name: str) -> No
             before = await clients()
             service = QueueService(Settings(type="redis", mode="list", url=server.url))
             service.register(handle)
-            service.on("state_change", lambda change: told.append(str(change.new)))
-            service.on("shutdown", lambda _: told.append("shutdown"))
+            service.on("state_change", lambda change: events.append(str(change.new)))
+            service.on("shutdown", lambda _: events.append("shutdown"))
             async with service:
                 await service.send(name, 1)
-                await eventually(lambda: "handled 1" in told)
+                await eventually(lambda: "handled 1" in events)
                 assert (await service.stats(name)).consumers == 1
-            assert told[-1] == "shutdown"
+            assert events[-1] == "shutdown"
 
-            async def alone() -> bool:
+            async def disconnected() -> bool:
                 return await clients() == before
 
-            await eventually(alone)
+            await eventually(disconnected)
 
 
 # Replicas
@@ -187,31 +189,33 @@ async def _pair() -> AsyncIterator[tuple[PrivateBroker, PrivateBroker]]:
     ):
         async with redis.asyncio.from_url(primary.url) as raw:
 
-            async def followed() -> bool:
+            async def replicating() -> bool:
                 found = (await raw.info("replication")).get("slave0", {})
                 return bool(found.get("state") == "online")
 
-            await eventually(followed)
+            await eventually(replicating)
         yield primary, replica
 
 
 @pytest.mark.proves("000-replication-1")
-async def test_a_send_waits_for_its_replica_and_says_when_none_confirms(name: str) -> None:
+async def test_a_send_waits_for_a_replica_and_raises_send_timeout_if_it_does_not_respond(
+    name: str,
+) -> None:
     async with _pair() as (primary, replica):
         backend = RedisListBackend(ConnectionParameters(primary.url, timeout=2.0), replicas=2)
         await backend.start()
         await backend.declare(QueueSpec(name=name, replicas=2))
         await backend.publish(name, [Envelope("a", b"x")])
         async with redis.asyncio.from_url(replica.url) as copy:
-            assert await copy.llen(name) == 1, "what was confirmed is on the replica"
+            assert await copy.llen(name) == 1, "the replica lacks a confirmed message"
         with replica.frozen():
             with pytest.raises(SendTimeout, match="0 of 1 replicas"):
                 await backend.publish(name, [Envelope("b", b"x")])
-            # It is ambiguous and no failure: the message is there, and is consumed.
+            # The send timed out, but the primary has the message.
             assert [item.id for item in await backend.peek(name, 10)] == ["a", "b"]
             slow = asyncio.ensure_future(backend.publish(name, [Envelope("c", b"x")]))
             await asyncio.sleep(0.1)
-            await asyncio.wait_for(backend.ping(), 1.5)  # nothing else waits for the replica
+            await asyncio.wait_for(backend.ping(), 1.5)  # other calls do not wait for the replica
             with pytest.raises(SendTimeout):
                 await slow
         await eventually(lambda: _sends(backend, name))
@@ -227,7 +231,7 @@ async def _sends(backend: RedisListBackend, name: str) -> bool:
         return False
 
 
-async def test_a_replica_takes_no_messages_and_says_so(name: str) -> None:
+async def test_publishing_to_a_replica_raises_backend_unavailable(name: str) -> None:
     async with _pair() as (primary, replica):
         owner, reader = RedisListBackend(primary.url), RedisListBackend(replica.url)
         await owner.start()
@@ -245,10 +249,10 @@ async def _has(backend: RedisListBackend, name: str) -> bool:
     return bool(await backend.connection.command("LLEN", name))
 
 
-# A cluster
+# Redis Cluster
 
 
-async def test_all_keys_of_a_queue_are_in_one_slot_of_a_cluster(name: str) -> None:
+async def test_all_keys_of_a_queue_are_in_one_hash_slot(name: str) -> None:
     with private_broker("redis", settings=["cluster-enabled yes"]) as node:
         async with redis.asyncio.from_url(node.url) as raw:
             await raw.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
@@ -257,7 +261,7 @@ async def test_all_keys_of_a_queue_are_in_one_slot_of_a_cluster(name: str) -> No
                 return b"cluster_state:ok" in await raw.execute_command("CLUSTER", "INFO")
 
             await eventually(ready)
-            # A cluster's node refuses a script that reaches beyond the slot of its keys.
+            # A cluster node rejects a script that uses keys from different slots.
             await tour(ConnectionParameters(node.url), name)
             backend = RedisListBackend(node.url)
             await backend.start()
@@ -276,7 +280,7 @@ async def test_all_keys_of_a_queue_are_in_one_slot_of_a_cluster(name: str) -> No
             await backend.aclose()
 
 
-# Older servers, and Valkey
+# Older servers and Valkey
 
 
 async def test_no_command_is_newer_than_redis_6_2(name: str) -> None:
@@ -297,7 +301,7 @@ async def test_no_command_is_newer_than_redis_6_2(name: str) -> None:
 
 
 async def _commands_of(server: PrivateBroker, work: Any) -> set[str]:
-    """The names of all commands that ran meanwhile, those of scripts too."""
+    """Return the names of all commands that ran during ``work``, including those in scripts."""
     reader, writer = await asyncio.open_connection(server.host, server.port, limit=2**24)
     writer.write(b"MONITOR\r\n")
     assert await reader.readline() == b"+OK\r\n"
@@ -315,18 +319,18 @@ async def _commands_of(server: PrivateBroker, work: Any) -> set[str]:
 
 
 def _other_servers() -> list[str]:
-    """Programs of other servers: those on the path, and those that the environment names."""
+    """Return the paths of Valkey and of the servers named in ``QKIT_TEST_REDIS_SERVERS``."""
     named = os.environ.get("QKIT_TEST_REDIS_SERVERS", "").split(os.pathsep)
     found = [shutil.which(program) for program in ("valkey-server", *filter(None, named))]
     return [program for program in found if program is not None]
 
 
 @pytest.mark.parametrize("program", _other_servers() or [None])
-async def test_another_server_serves_as_well(
+async def test_other_redis_compatible_servers_work(
     program: str | None, name: str, tmp_path: Path
 ) -> None:
     if program is None:
-        pytest.skip("no other server here: install valkey, or name one in QKIT_TEST_REDIS_SERVERS")
+        pytest.skip("no other server found; install Valkey or set QKIT_TEST_REDIS_SERVERS")
     with _running(program, tmp_path) as url:
         async with redis.asyncio.from_url(url) as raw:
             await eventually(lambda: _answers(raw))

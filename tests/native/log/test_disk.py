@@ -1,4 +1,4 @@
-"""The log's directory: one owner, nobody else's eyes, no symbolic links."""
+"""The directory of the log: one owner, private files, no symbolic links."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_files_are_0600_and_directories_0700_whatever_the_umask(tmp_path):
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
 
 
-async def test_a_file_that_others_could_read_is_closed_to_them(tmp_path):
+async def test_a_file_readable_by_others_becomes_private(tmp_path):
     await fill(tmp_path)
     segment = tmp_path / "log" / "00000001.seg"
     segment.chmod(0o644)
@@ -59,7 +59,7 @@ async def test_a_file_that_others_could_read_is_closed_to_them(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["", "LOCK", "log", "log/00000001.seg"])
-async def test_a_symbolic_link_is_refused_and_its_target_untouched(tmp_path, place):
+async def test_a_symbolic_link_is_rejected_and_its_target_is_unchanged(tmp_path, place):
     data, target = tmp_path / "data", tmp_path / "target"
     await fill(data)
     planted = data / place
@@ -75,7 +75,7 @@ async def test_a_symbolic_link_is_refused_and_its_target_untouched(tmp_path, pla
         assert target.read_bytes() == text
 
 
-async def test_a_link_at_the_temporary_name_is_removed_not_followed(tmp_path):
+async def test_a_symbolic_link_with_a_temporary_name_is_removed_and_not_followed(tmp_path):
     await fill(tmp_path / "data")
     (tmp_path / "target").write_text("precious")
     (tmp_path / "data/log/00000099.seg.0.tmp").symlink_to(tmp_path / "target")
@@ -88,7 +88,7 @@ async def test_a_link_at_the_temporary_name_is_removed_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["LOCK", "log/00000001.seg"])
-async def test_a_pipe_in_a_files_place_is_refused_at_once(tmp_path, place):
+async def test_a_named_pipe_instead_of_a_file_is_rejected_without_blocking(tmp_path, place):
     await fill(tmp_path)
     (tmp_path / place).unlink()
     os.mkfifo(tmp_path / place)
@@ -97,13 +97,13 @@ async def test_a_pipe_in_a_files_place_is_refused_at_once(tmp_path, place):
         list(Log.open(tmp_path).recover())
 
 
-def test_a_file_in_the_directorys_place_is_refused(tmp_path):
+def test_a_file_instead_of_the_directory_is_rejected(tmp_path):
     (tmp_path / "data").write_text("")
-    with pytest.raises(StorageError, match="give the real path"):
+    with pytest.raises(StorageError, match="use the real path"):
         Disk(tmp_path / "data")
 
 
-def test_a_second_opener_is_refused_with_the_owners_pid(tmp_path):
+def test_a_second_process_is_rejected_with_the_pid_of_the_owner(tmp_path):
     code = (
         "import sys; from qkit.native.log.disk import Disk; disk = Disk(sys.argv[1]); "
         "print('ready', flush=True); sys.stdin.read()"
@@ -115,14 +115,14 @@ def test_a_second_opener_is_refused_with_the_owners_pid(tmp_path):
     ) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
-        with pytest.raises(LogLocked, match=f"owned by process {owner.pid}") as refused:
+        with pytest.raises(LogLocked, match=f"owned by process {owner.pid}") as rejected:
             Log.open(tmp_path / "data")
-        assert refused.value.pid == owner.pid
+        assert rejected.value.pid == owner.pid
         owner.kill()
-    Disk(tmp_path / "data").close()  # the dead own nothing
+    Disk(tmp_path / "data").close()  # the system releases the lock of a killed process
 
 
-def test_the_same_process_is_refused_too_and_may_come_again_after_close(tmp_path):
+def test_the_same_process_can_reopen_the_directory_only_after_close(tmp_path):
     first = Disk(tmp_path)
     with pytest.raises(LogLocked, match=f"process {os.getpid()}"):
         Disk(tmp_path)
@@ -130,18 +130,18 @@ def test_the_same_process_is_refused_too_and_may_come_again_after_close(tmp_path
     Disk(tmp_path).close()
 
 
-def test_an_owner_whose_pid_is_not_written_yet_is_another_process(tmp_path):
+def test_an_owner_without_a_pid_is_reported_as_another_process(tmp_path):
     first = Disk(tmp_path)
     (tmp_path / "LOCK").write_bytes(b"")
-    with pytest.raises(LogLocked, match="another process") as refused:
+    with pytest.raises(LogLocked, match="another process") as rejected:
         Disk(tmp_path)
-    assert refused.value.pid is None
+    assert rejected.value.pid is None
     first.close()
 
 
-def test_no_descriptor_is_left_open_when_it_is_refused(tmp_path):
+def test_a_rejected_open_leaks_no_file_descriptor(tmp_path):
     def count() -> int:
-        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  a directory of no real files
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  not a directory of real files
 
     first = Disk(tmp_path)
     before = count()
@@ -151,7 +151,7 @@ def test_no_descriptor_is_left_open_when_it_is_refused(tmp_path):
     first.close()
 
 
-def test_a_read_that_comes_in_parts_is_put_together(tmp_path, monkeypatch):
+def test_short_reads_are_joined(tmp_path, monkeypatch):
     disk = Disk(tmp_path)
     fd = disk.create("x")
     disk.write(fd, b"0123456789", 0)
@@ -165,7 +165,7 @@ def test_a_read_that_comes_in_parts_is_put_together(tmp_path, monkeypatch):
     disk.close()
 
 
-def test_threads_that_list_it_at_once_each_see_all(tmp_path: Path) -> None:
+def test_concurrent_listings_are_complete(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "data")
     names = {f"{number:08}.seg" for number in range(300)}
     for name in names:

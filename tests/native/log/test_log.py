@@ -1,4 +1,4 @@
-"""The log in a running loop: order, durability by policy, failing disks, reading back."""
+"""The log in a running event loop: order, fsync policies, failing disks, reading, maintenance."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ def disk() -> SimulatedDisk:
 
 
 @pytest.mark.proves("002-log-1", "002-log-2", "002-testing-2")
-async def test_records_come_back_in_the_order_of_their_appends(tmp_path):
-    places = []
+async def test_records_are_recovered_in_append_order(tmp_path):
+    log_positions = []
     for round in range(3):
         log = Log.open(tmp_path, segment_bytes=2000)
         assert len(list(log.recover())) == round * 100
         log.start()
         futures = [log.writer.append([content(round * 100 + at, at)]) for at in range(100)]
-        places += await asyncio.gather(*futures)
+        log_positions += await asyncio.gather(*futures)
         await log.close()
 
     log = Log.open(tmp_path)
     entries = list(log.recover())
     assert [number(entry.content) for entry in entries] == list(range(300))
-    assert [entry.position for entry in entries] == places
+    assert [entry.position for entry in entries] == log_positions
     assert log.damage == []
-    assert [entry.position for entry in entries] == sorted(places)
-    assert len({segment for segment, _ in places}) > 3
+    assert [entry.position for entry in entries] == sorted(log_positions)
+    assert len({segment for segment, _ in log_positions}) > 3
     await log.close()
 
 
 @pytest.mark.proves("002-index-6")
-async def test_recovery_can_begin_where_a_snapshot_ends(disk):
+async def test_recovery_can_start_at_the_end_of_a_snapshot(disk):
     log = started(disk, segment_bytes=300)
-    places = [await log.writer.append([content(at, 30)]) for at in range(30)]
+    log_positions = [await log.writer.append([content(at, 30)]) for at in range(30)]
     await log.close()
-    assert list(Log(SimulatedDisk(disk.files())).recover((places[-1][0] + 1, 0))) == []
+    assert list(Log(SimulatedDisk(disk.files())).recover((log_positions[-1][0] + 1, 0))) == []
     for at in (0, 1, 7, 29):
-        later = Log(SimulatedDisk(disk.files())).recover(places[at])
+        later = Log(SimulatedDisk(disk.files())).recover(log_positions[at])
         assert [number(entry.content) for entry in later] == list(range(at, 30))
 
 
 @pytest.mark.proves("002-performance-4", "002-performance-5", "002-performance-7")
-async def test_a_hundred_appenders_share_their_syncs(disk):
+async def test_concurrent_appends_share_syncs(disk):
     log = started(disk)
 
     async def sender() -> None:
@@ -89,7 +89,7 @@ async def test_a_hundred_appenders_share_their_syncs(disk):
     await log.close()
 
 
-async def test_every_place_in_a_batch_can_be_read_back(disk):
+async def test_every_record_of_a_batch_can_be_read_by_position(disk):
     log = started(disk)
     batch = [content(at, at * 3) for at in range(20)]
     first = await log.writer.append(batch)
@@ -101,7 +101,7 @@ async def test_every_place_in_a_batch_can_be_read_back(disk):
     await log.close()
 
 
-async def test_a_record_damaged_on_disk_is_not_handed_out(tmp_path):
+async def test_reading_a_damaged_record_raises(tmp_path):
     log = Log.open(tmp_path)
     list(log.recover())
     log.start()
@@ -116,33 +116,33 @@ async def test_a_record_damaged_on_disk_is_not_handed_out(tmp_path):
     await log.close()
 
 
-async def test_many_segments_are_read_with_few_open_files(tmp_path, monkeypatch):
+async def test_the_number_of_open_segments_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(log_module, "MAX_OPEN_FILES", 3)
     log = Log.open(tmp_path, segment_bytes=100)
     list(log.recover())
     log.start()
-    places = [await log.writer.append([content(at, 50)]) for at in range(20)]
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  a directory of no real files
+    log_positions = [await log.writer.append([content(at, 50)]) for at in range(20)]
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  not a directory of real files
 
-    for at, (segment, offset) in enumerate(places * 2):
+    for at, (segment, offset) in enumerate(log_positions * 2):
         assert number(log.read(segment, offset)) == at % 20
-    assert len(os.listdir("/proc/self/fd")) <= before + 3  # noqa: PTH208  the same
+    assert len(os.listdir("/proc/self/fd")) <= before + 3  # noqa: PTH208  as above
     await log.close()
 
 
-# Policies
+# Fsync policies
 
 
 @pytest.mark.proves("002-delivery-1", "002-performance-8", "002-improvements-1", "002-pitfalls-1")
-async def test_always_confirms_after_the_sync_and_only_written_before_it(disk):
+async def test_with_fsync_always_append_waits_for_the_sync_and_written_does_not(disk):
     log = started(disk)
     await log.writer.append([content(0)])
-    held, let_go = threading.Event(), threading.Event()
+    syncing, continue_sync = threading.Event(), threading.Event()
     sync_file = disk.sync
 
     def slow_sync(fd: int) -> None:
-        held.set()
-        assert let_go.wait(60)
+        syncing.set()
+        assert continue_sync.wait(60)
         sync_file(fd)
 
     disk.sync = slow_sync
@@ -151,15 +151,15 @@ async def test_always_confirms_after_the_sync_and_only_written_before_it(disk):
     written = log.writer.written()
     assert written is not None
     await written
-    assert held.wait(60)
+    assert syncing.wait(60)
     assert not synced.done()
-    let_go.set()
+    continue_sync.set()
     await synced
     await log.close()
 
 
 @pytest.mark.parametrize(("fsync", "syncs"), [("interval", 0), ("never", 0), ("always", 5)])
-async def test_the_policy_says_how_often_it_is_synced(disk, fsync, syncs):
+async def test_the_fsync_policy_determines_the_number_of_syncs(disk, fsync, syncs):
     log = started(disk, fsync=fsync, fsync_interval=60.0)
     await log.writer.append([content(0)])
     before = disk.syncs
@@ -172,21 +172,21 @@ async def test_the_policy_says_how_often_it_is_synced(disk, fsync, syncs):
     assert numbers(unsynced) == ([] if fsync == "never" else list(range(6)))
 
 
-async def test_interval_syncs_by_itself_and_always_does_so_for_what_nobody_awaits(disk):
+async def test_unawaited_records_are_synced_after_the_interval(disk):
     log = started(disk, fsync="interval", fsync_interval=0.01)
     await log.writer.append([content(0)])
-    await synced_again(disk)
+    await next_sync(disk)
     await log.close()
 
     log = started(disk, fsync="always", fsync_interval=0.01)
     log.writer.append_nowait([content(1)])
-    await synced_again(disk)
+    await next_sync(disk)
     assert numbers(disk) == [0, 1]
     await log.close()
 
 
-async def synced_again(disk: SimulatedDisk) -> None:
-    """Wait for the next sync, by whatever thread."""
+async def next_sync(disk: SimulatedDisk) -> None:
+    """Wait until the next sync has completed, in any thread."""
     done = threading.Event()
     sync_file = disk.sync
 
@@ -199,7 +199,7 @@ async def synced_again(disk: SimulatedDisk) -> None:
 
 
 @pytest.mark.proves("002-log-1")
-async def test_what_nobody_awaits_keeps_its_place_and_is_written_at_close(disk):
+async def test_unawaited_records_keep_their_order_and_are_written_at_close(disk):
     log = started(disk)
     log.writer.append_nowait([content(0)])
     await log.writer.append([content(1)])
@@ -212,20 +212,20 @@ async def test_what_nobody_awaits_keeps_its_place_and_is_written_at_close(disk):
 
 @pytest.mark.proves("002-improvements-2")
 @pytest.mark.parametrize("fsync", ["always", "never"])
-async def test_a_group_too_large_for_one_write_goes_in_steps(disk, fsync):
+async def test_a_large_group_is_written_in_several_writes(disk, fsync):
     log = started(disk, segment_bytes=5 << 20, fsync=fsync)
     records = [content(at) + bytes(3 << 20) for at in range(8)]
-    places = await asyncio.gather(*(log.writer.append([record]) for record in records))
-    for (segment, offset), record in zip(places, records, strict=True):
+    log_positions = await asyncio.gather(*(log.writer.append([record]) for record in records))
+    for (segment, offset), record in zip(log_positions, records, strict=True):
         assert log.read(segment, offset) == record
-    assert len({segment for segment, _ in places}) > 1
+    assert len({segment for segment, _ in log_positions}) > 1
     await log.close()
 
 
 # Failing disks
 
 
-async def test_after_a_failed_sync_its_group_gets_the_error_and_the_log_is_read_only(disk):
+async def test_a_failed_sync_fails_its_group_and_makes_the_log_read_only(disk):
     log = started(disk)
     await log.writer.append([content(1)])
     syncs = disk.syncs
@@ -241,7 +241,7 @@ async def test_after_a_failed_sync_its_group_gets_the_error_and_the_log_is_read_
         with pytest.raises(ReadOnly, match="close and reopen"):
             call([content(99)])
     await log.close()
-    assert disk.syncs == syncs + 1  # never retried
+    assert disk.syncs == syncs + 1  # the sync is not retried
     assert numbers(disk) == [1]
 
     log = started(SimulatedDisk(disk.files()))
@@ -249,7 +249,7 @@ async def test_after_a_failed_sync_its_group_gets_the_error_and_the_log_is_read_
     await log.close()
 
 
-async def test_a_group_that_waits_behind_the_failed_one_is_refused(disk):
+async def test_a_group_after_a_failed_sync_is_rejected(disk):
     log = started(disk)
     await log.writer.append([content(1)])
     disk.fail["sync"] = OSError(errno.EIO, "Input/output error")
@@ -265,7 +265,7 @@ async def test_a_group_that_waits_behind_the_failed_one_is_refused(disk):
 
 
 @pytest.mark.parametrize("kind", ["sync", "sync_directory"])
-async def test_a_sync_that_fails_in_a_rotation_makes_it_read_only_too(disk, kind):
+async def test_a_failed_sync_during_a_rotation_makes_the_log_read_only(disk, kind):
     log = started(disk, segment_bytes=100)
     await log.writer.append([content(1, 50)])
     disk.fail[kind] = OSError(errno.EIO, "Input/output error")
@@ -275,7 +275,7 @@ async def test_a_sync_that_fails_in_a_rotation_makes_it_read_only_too(disk, kind
     assert numbers(disk) == [1]
 
 
-async def test_a_sync_that_fails_at_close_is_told(disk):
+async def test_close_raises_if_the_last_sync_fails(disk):
     log = started(disk)
     await log.writer.append([content(1)])
     log.writer.append_nowait([content(2)])
@@ -285,7 +285,7 @@ async def test_a_sync_that_fails_at_close_is_told(disk):
 
 
 @pytest.mark.parametrize("short", [None, 100])
-async def test_a_full_disk_refuses_and_goes_on_when_there_is_space(disk, short):
+async def test_a_full_disk_rejects_appends_until_there_is_space(disk, short):
     log = started(disk, segment_bytes=1500)
     disk.short = short
     kept = [0]
@@ -296,7 +296,7 @@ async def test_a_full_disk_refuses_and_goes_on_when_there_is_space(disk, short):
         if at % 50 == 40:
             disk.capacity = None
         if at % 5 == 0:
-            log.writer.append_nowait([content(at, 100)])  # put off at worst
+            log.writer.append_nowait([content(at, 100)])  # deferred while the disk is full
             kept.append(at)
             continue
         (answer,) = await asyncio.gather(
@@ -315,7 +315,7 @@ async def test_a_full_disk_refuses_and_goes_on_when_there_is_space(disk, short):
     assert kept[-1] == 199
 
 
-async def test_a_full_disk_at_close_is_no_error_once_all_is_synced(disk):
+async def test_a_full_disk_at_close_is_not_an_error_if_all_records_are_synced(disk):
     log = started(disk)
     await log.writer.append([content(1)])
     disk.fail["write"] = OSError(errno.ENOSPC, "No space left on device")
@@ -323,7 +323,7 @@ async def test_a_full_disk_at_close_is_no_error_once_all_is_synced(disk):
     assert numbers(disk) == [1]
 
 
-async def test_a_rename_that_fails_in_a_rotation_is_tried_again(disk):
+async def test_a_failed_rename_during_a_rotation_is_retried(disk):
     log = started(disk, segment_bytes=100)
     await log.writer.append([content(1, 60)])
     disk.fail["rename"] = OSError(errno.ENOSPC, "No space left on device")
@@ -334,7 +334,7 @@ async def test_a_rename_that_fails_in_a_rotation_is_tried_again(disk):
     assert numbers(disk) == [1, 3]
 
 
-async def test_a_mistake_in_the_writer_is_told_to_those_who_wait(disk):
+async def test_an_unexpected_error_in_the_writer_fails_its_callers(disk):
     log = started(disk)
     await log.writer.append([content(1)])
     with pytest.raises(ReadOnly, match="writer failed"):
@@ -344,7 +344,7 @@ async def test_a_mistake_in_the_writer_is_told_to_those_who_wait(disk):
     assert numbers(disk) == [1]
 
 
-async def test_a_write_that_cannot_be_taken_back_makes_it_read_only(disk):
+async def test_a_failed_write_that_cannot_be_undone_makes_the_log_read_only(disk):
     log = started(disk)
     await log.writer.append([content(1)])
     disk.fail["write"] = OSError(errno.EIO, "Input/output error")
@@ -359,12 +359,12 @@ async def test_a_write_that_cannot_be_taken_back_makes_it_read_only(disk):
 def small_disk(tmp_path) -> Iterator[Path]:
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system can be mounted by root alone, and not on every machine")
+        pytest.skip("cannot mount a small file system: needs root and permission to mount")
     yield tmp_path
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-async def test_a_real_full_disk(small_disk):
+async def test_a_full_disk_on_a_real_file_system_loses_no_confirmed_record(small_disk):
     log = Log.open(small_disk / "data", segment_bytes=64_000)
     list(log.recover())
     log.start()
@@ -386,48 +386,48 @@ async def test_a_real_full_disk(small_disk):
     await reopened.close()
 
 
-# Tidying
+# Maintenance
 
 
 @pytest.mark.proves("002-compaction-3")
 async def test_segments_are_rewritten_and_removed(disk):
     log = started(disk, segment_bytes=300)
-    places = [await log.writer.append([content(at, 50)]) for at in range(20)]
+    log_positions = [await log.writer.append([content(at, 50)]) for at in range(20)]
     sealed = [segment for segment, _ in log.segments()]
-    assert sealed == sorted({segment for segment, _ in places})[:-1]
+    assert sealed == sorted({segment for segment, _ in log_positions})[:-1]
 
     first = [entry.content for entry in log.entries(1)]
-    assert [number(record) for record in first] == [at for at, place in enumerate(places)
+    assert [number(record) for record in first] == [at for at, place in enumerate(log_positions)
                                                     if place[0] == 1]  # fmt: skip
-    log.read(1, places[0][1])  # its file is kept open, and must not be used for the new one
+    log.read(1, log_positions[0][1])  # opens the old file; reads of the new file must not use it
     rewrite = log.rewrite(1, first[1:2])
     assert numbers(disk) == list(range(20))
     log.install(rewrite)
-    assert log.read(1, places[0][1]) == first[0]  # until whoever reads knows the new places
+    assert log.read(1, log_positions[0][1]) == first[0]  # the old positions are still active
     log.activate_rewrite(1)
     assert log.read(1, rewrite.offsets[0]) == first[1]
     log.remove([2])
-    kept = [1] + [at for at, place in enumerate(places) if place[0] > 2]
+    kept = [1] + [at for at, place in enumerate(log_positions) if place[0] > 2]
     assert numbers(disk) == kept
     await log.writer.append([content(20)])
     await log.close()
     assert numbers(disk) == [*kept, 20]
 
 
-async def test_what_was_rewritten_or_removed_stays_so_without_power(disk):
+async def test_rewritten_and_removed_segments_survive_a_power_loss(disk):
     log = started(disk, segment_bytes=100)
     for at in range(4):
         await log.writer.append([content(at, 60)])
-    for tidy, kept in (
+    for change, kept in (
         (lambda: log.install(log.rewrite(1, [])), [1, 2, 3]),
         (lambda: log.remove([2]), [2, 3]),
     ):
-        tidy()
+        change()
         assert numbers(disk.lose_power(len(disk.journal), Random(1), "none")) == kept
     await log.close()
 
 
-async def test_a_disk_that_fails_while_tidying_leaves_the_log_as_it_was(disk):
+async def test_a_disk_failure_during_maintenance_leaves_the_log_unchanged(disk):
     log = started(disk, segment_bytes=100)
     for at in range(4):
         await log.writer.append([content(at, 60)])
@@ -440,7 +440,7 @@ async def test_a_disk_that_fails_while_tidying_leaves_the_log_as_it_was(disk):
         ("rename", lambda: log.install(rewrite)),
     ):
         disk.fail[kind] = OSError(errno.EIO, "Input/output error")
-        with pytest.raises(StorageError, match="as before") as raised:
+        with pytest.raises(StorageError, match="the log is unchanged") as raised:
             call()
         assert isinstance(raised.value.cause, OSError)
         assert {name: disk.files()[name] for name in files} == files
@@ -453,7 +453,7 @@ async def test_a_disk_that_fails_while_tidying_leaves_the_log_as_it_was(disk):
     await log.close()
 
 
-async def test_the_segment_being_written_can_be_neither_rewritten_nor_removed(disk):
+async def test_the_active_segment_cannot_be_rewritten_or_removed(disk):
     log = started(disk)
     await log.writer.append([content(1)])
     assert [number(entry.content) for entry in log.entries(1)] == [1]
@@ -463,7 +463,7 @@ async def test_the_segment_being_written_can_be_neither_rewritten_nor_removed(di
     await log.close()
 
 
-async def test_damage_is_noticed_when_a_segment_is_read_for_compaction(tmp_path):
+async def test_compaction_detects_a_damaged_segment(tmp_path):
     log = Log.open(tmp_path, segment_bytes=100)
     list(log.recover())
     log.start()
@@ -482,11 +482,11 @@ async def test_damage_is_noticed_when_a_segment_is_read_for_compaction(tmp_path)
     await log.close()
 
 
-# Life
+# Lifecycle
 
 
 @pytest.mark.proves("002-index-3")
-async def test_calls_at_the_wrong_time_say_so(disk):
+async def test_calls_in_the_wrong_state_raise(disk):
     log = Log(disk)
     for call in (log.start, log.segments, lambda: log.writer.append([b"x"]),
                  lambda: log.writer.append_nowait([b"x"]), lambda: log.install(Rewrite(1, "", [])),
@@ -495,9 +495,9 @@ async def test_calls_at_the_wrong_time_say_so(disk):
             call()
     list(log.recover())
     log.start()
-    with pytest.raises(LifecycleError, match="started once"):
+    with pytest.raises(LifecycleError, match="started only once"):
         log.start()
-    with pytest.raises(LifecycleError, match="recovered once"):
+    with pytest.raises(LifecycleError, match="recovered only once"):
         list(log.recover())
     await log.close()
     await log.close()
@@ -505,7 +505,7 @@ async def test_calls_at_the_wrong_time_say_so(disk):
         log.writer.append([b"x"])
 
 
-async def test_a_log_that_was_never_started_closes(tmp_path):
+async def test_a_log_that_was_never_started_can_be_closed(tmp_path):
     for recover in (False, True):
         log = Log.open(tmp_path)
         if recover:
@@ -514,7 +514,7 @@ async def test_a_log_that_was_never_started_closes(tmp_path):
     assert not log.read_only
 
 
-async def test_bad_batches_and_settings_are_refused(disk, tmp_path):
+async def test_invalid_batches_and_settings_are_rejected(disk, tmp_path):
     log = started(disk)
     for batch in ([], [b""], [b"x", b""]):
         with pytest.raises(ValueError, match="at least one record"):
@@ -527,10 +527,10 @@ async def test_bad_batches_and_settings_are_refused(disk, tmp_path):
                     {"segment_bytes": 1 << 31}):  # fmt: skip
         with pytest.raises(ConfigError):
             Log.open(tmp_path, **options)
-    await Log.open(tmp_path).close()  # the refused ones let go of the directory
+    await Log.open(tmp_path).close()  # the rejected calls left no lock
 
 
-async def test_cancelled_appends_are_written_all_the_same(disk):
+async def test_cancelled_appends_are_still_written(disk):
     log = started(disk)
     task = asyncio.ensure_future(log.writer.append([content(1)]))
     task.cancel()
@@ -539,7 +539,7 @@ async def test_cancelled_appends_are_written_all_the_same(disk):
     assert numbers(disk) == [1, 2]
 
 
-def test_a_loop_closed_without_close_ends_no_thread_with_a_traceback(tmp_path: Path):
+def test_closing_the_loop_before_the_log_does_not_crash_the_writer_thread(tmp_path: Path):
     async def leave() -> Log:
         log = Log.open(tmp_path)
         list(log.recover())
@@ -550,6 +550,6 @@ def test_a_loop_closed_without_close_ends_no_thread_with_a_traceback(tmp_path: P
 
     log = asyncio.run(leave())
     assert log.writer.deferred_records == 0
-    log._writer._queue.put(None)  # type: ignore[union-attr]  # what its close would do
+    log._writer._queue.put(None)  # type: ignore[union-attr]  # as close() does
     log._writer._thread.join()  # type: ignore[union-attr]
     log._disk.close()

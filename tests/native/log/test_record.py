@@ -1,4 +1,4 @@
-"""Records: what is encoded comes back, and nothing else passes for a record."""
+"""Encoding and decoding of log records, including truncated and invalid ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HEADERS = st.none() | st.dictionaries(st.text(), st.text(), min_size=1)
 @pytest.mark.proves("002-log-6", "002-log-8")
 @given(U32, U64, TEXT, st.binary(), st.integers(0, 255), WALL, WALL, WALL, st.none() | TEXT,
        HEADERS, U32)  # fmt: skip
-def test_a_message_comes_back_as_it_was(
+def test_a_message_is_decoded_as_it_was_encoded(
     queue, seq, id, body, priority, at, due, expires, key, headers, attempt
 ):
     content = encode_publish(
@@ -62,7 +62,7 @@ def test_a_message_comes_back_as_it_was(
 
 
 MESSAGE = encode_publish(9, 4, "0190", b"body", headers={"a": "b"}, key="k")
-SAID = Publish(9, 4, "0190", b"body", 5, 0.0, 0.0, 0.0, "k", {"a": "b"}, 0)
+DECODED = Publish(9, 4, "0190", b"body", 5, 0.0, 0.0, 0.0, "k", {"a": "b"}, 0)
 
 
 @pytest.mark.proves("002-log-7")
@@ -84,13 +84,13 @@ SAID = Publish(9, 4, "0190", b"body", 5, 0.0, 0.0, 0.0, "k", {"a": "b"}, 0)
         (encode_release(1, 5, 2, 99.5), Release(1, 5, 2, 99.5, None)),
         (encode_release(1, 5, 2, 0.0, {}), Release(1, 5, 2, 0.0, {})),
         (encode_release(1, 5, 2, 0.0, {"a": ""}), Release(1, 5, 2, 0.0, {"a": ""})),
-        (encode_dead_letter_move(1, 5, MESSAGE), DeadLetterMove(1, 5, SAID)),
-        (encode_fanout([(9, 4), (8, 3)], MESSAGE), Fanout(((9, 4), (8, 3)), SAID)),
+        (encode_dead_letter_move(1, 5, MESSAGE), DeadLetterMove(1, 5, DECODED)),
+        (encode_fanout([(9, 4), (8, 3)], MESSAGE), Fanout(((9, 4), (8, 3)), DECODED)),
         (encode_bulk_import("job-1", 8, 2**40), BulkImport("job-1", 8, 2**40)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, tuple) else "",
 )
-def test_each_kind_comes_back_as_it_was(content, record):
+def test_each_record_type_is_decoded_as_it_was_encoded(content, record):
     assert decode(content) == record
 
 
@@ -98,7 +98,7 @@ def test_each_kind_comes_back_as_it_was(content, record):
     "headers",
     [{"nul": "a\0b"}, {"{": "looks like JSON"}, {"lone": "\ud800"}, {"": ""}, {"é": "ü\n"}],
 )
-def test_headers_that_qkit_would_not_send_are_kept_too(headers):
+def test_unusual_headers_are_preserved(headers):
     record = decode(encode_publish(1, 1, "x", b"", headers=headers))
 
     assert isinstance(record, Publish)
@@ -121,42 +121,42 @@ def test_headers_that_qkit_would_not_send_are_kept_too(headers):
         lambda: encode_fanout([(1, 1)] * 70_000, MESSAGE),
     ],
 )
-def test_what_no_record_can_hold_is_refused(call):
+def test_values_that_do_not_fit_into_a_record_are_rejected(call):
     with pytest.raises(RecordError):
         call()
 
 
 @pytest.mark.parametrize(
-    "whole", [MESSAGE, encode_dead_letter_move(1, 5, MESSAGE), encode_claim(1, [1], [1])]
+    "complete", [MESSAGE, encode_dead_letter_move(1, 5, MESSAGE), encode_claim(1, [1], [1])]
 )
-def test_a_part_of_a_record_is_refused_or_shorter_and_never_another_error(whole):
-    for end in range(len(whole)):
+def test_a_truncated_record_is_rejected_or_decoded_as_a_shorter_one(complete):
+    for end in range(len(complete)):
         try:
-            record = decode(whole[:end])
+            record = decode(complete[:end])
         except RecordError:
             continue
-        assert len(repr(record)) < len(repr(decode(whole)))
+        assert len(repr(record)) < len(repr(decode(complete)))
 
 
 @settings(max_examples=300)
 @given(st.binary(max_size=100))
-def test_any_bytes_are_a_record_or_refused(data):
+def test_arbitrary_bytes_raise_only_record_error(data):
     with suppress(RecordError):
         decode(data)
 
 
-def test_a_dead_letter_that_is_no_message_is_refused():
-    with pytest.raises(RecordError, match="a message was expected"):
+def test_a_dead_letter_that_is_not_a_message_is_rejected():
+    with pytest.raises(RecordError, match="expected a PUBLISH record"):
         decode(encode_dead_letter_move(1, 5, encode_ack(1, list(range(9)))))
 
 
-def test_the_layout_is_what_the_format_page_says():
+def test_the_layout_of_a_publish_record_matches_the_documented_format():
     content = encode_publish(1, 2, "id", b"body", priority=3, at=4.0)
 
     assert content == struct.pack("<BBIQBdH", 3, 0, 1, 2, 3, 4.0, 2) + b"id" + b"body"
 
 
-def test_a_body_beyond_the_limit_is_refused(monkeypatch):
+def test_a_body_above_the_limit_is_rejected(monkeypatch):
     monkeypatch.setattr(encode, "MAX_CONTENT", 100_050)
     encode_publish(1, 1, "x", bytes(100_000))
     for key in (None, "k"):

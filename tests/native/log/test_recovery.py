@@ -1,4 +1,4 @@
-"""Stops of every kind: cut files, flipped bits, lost power, kill -9. Seeds are printed."""
+"""Recovery after truncation, bit flips, power loss and kill -9. Random tests print their seed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recovered(disk: SimulatedDisk, *, repair: bool = False) -> tuple[list[int], 
 
 
 async def small_log(*, close: bool = True, segment_bytes: int = 1 << 20) -> SimulatedDisk:
-    """Twelve records in groups of one, two and three."""
+    """Return a disk with a log of twelve records, written in groups of one, two and three."""
     disk = SimulatedDisk()
     log = Log(disk, segment_bytes=segment_bytes)
     list(log.recover())
@@ -47,36 +47,36 @@ async def small_log(*, close: bool = True, segment_bytes: int = 1 << 20) -> Simu
 
 
 def ends(data: bytes) -> list[int]:
-    """Where the record of each number ends in a segment of ``small_log``."""
+    """Return the end offset of each record in a segment of ``small_log``."""
     header, _ = read_header(data, 1)
     assert header is not None
     return [at + FRAME_SIZE + int.from_bytes(data[at : at + 4], "little")
             for at in scan(data, header.salt).offsets]  # fmt: skip
 
 
-# Cut
+# Truncation
 
 
 @pytest.mark.proves("002-log-2", "002-testing-2", "002-pitfalls-2")
 @pytest.mark.parametrize("close", [True, False])
-async def test_cut_at_every_byte_it_opens_with_the_exact_prefix(close):
+async def test_a_log_cut_at_any_byte_recovers_the_exact_prefix(close):
     data = (await small_log(close=close)).files()[name_of(1)]
     end_of = ends(data)
     for cut in range(len(data) + 1):
         disk = SimulatedDisk({name_of(1): data[:cut]})
         found, damage = recovered(disk)
 
-        whole = sum(end <= cut for end in end_of)
-        assert found == list(range(whole))
+        complete = sum(end <= cut for end in end_of)
+        assert found == list(range(complete))
         assert all(item.kind == "torn" for item in damage)
         assert sum(item.length for item in damage) == cut - len(disk.files().get(name_of(1), b""))
         if cut not in (0, HEADER_SIZE, *end_of) and not close:
-            # A cut behind a mark is at the edge of a frame too.
+            # A cut just after a mark is also between two frames.
             assert damage or cut - max(end for end in (HEADER_SIZE, *end_of) if end <= cut) == 23
         assert recovered(SimulatedDisk(disk.files())) == (found, [])
 
 
-async def test_a_cut_log_is_written_on(tmp_path):
+async def test_a_cut_log_can_be_appended_to(tmp_path):
     data = (await small_log()).files()[name_of(1)]
     for cut in (0, 10, 79, 80, 85, 120, 300, len(data) - 1):
         disk = SimulatedDisk({name_of(1): data[:cut]})
@@ -88,7 +88,7 @@ async def test_a_cut_log_is_written_on(tmp_path):
         assert recovered(SimulatedDisk(disk.files())) == ([*before, 77], [])
 
 
-async def test_a_segment_with_a_successor_is_never_cut_silently():
+async def test_a_cut_segment_with_a_successor_raises():
     files = (await small_log(segment_bytes=200)).files()
     assert len(files) > 3
     data = files[name_of(2)]
@@ -97,10 +97,10 @@ async def test_a_segment_with_a_successor_is_never_cut_silently():
         with pytest.raises(LogDamaged, match="segment 2") as raised:
             recovered(disk)
         assert raised.value.damage[0].segment == 2
-        assert disk.files()[name_of(2)] == data[:cut]  # nothing was changed
+        assert disk.files()[name_of(2)] == data[:cut]  # unchanged
 
 
-# Flip
+# Flipped bits
 
 
 def flips(data: bytes, random: Random) -> Iterator[tuple[int, bytes]]:
@@ -111,7 +111,10 @@ def flips(data: bytes, random: Random) -> Iterator[tuple[int, bytes]]:
 
 
 def repaired(disk: SimulatedDisk, at: int) -> tuple[list[int], list[Damage]] | None:
-    """What a repair gives if the log does not open without; that refusal changes nothing."""
+    """Repair the log and return the result, or ``None`` if no repair is needed.
+
+    Also check that a failed open changes no file.
+    """
     before = disk.files()
     try:
         recovered(SimulatedDisk(before))
@@ -129,25 +132,25 @@ def repaired(disk: SimulatedDisk, at: int) -> tuple[list[int], list[Damage]] | N
 
 
 @pytest.mark.parametrize("close", [True, False])
-async def test_a_flipped_bit_in_any_byte_is_reported_and_never_a_wrong_payload(close):
+async def test_a_flipped_bit_in_any_byte_is_reported_and_never_yields_a_wrong_payload(close):
     print("seed", SEED)
     data = (await small_log(close=close)).files()[name_of(1)]
     end_of = ends(data)
     for at, flipped in flips(data, Random(SEED)):
         disk = SimulatedDisk({name_of(1): flipped})
-        found, damage = repaired(disk, at) or recovered(disk)  # checks every payload
+        found, damage = repaired(disk, at) or recovered(disk)  # number() checks payloads
         assert damage
-        # One record is lost at most: the one with the bit, never one beside it.
+        # At most one record is lost: the one with the flipped bit.
         hit = next((index for index, end in enumerate(end_of) if at < end), 12)
         assert found in (list(range(12)), [index for index in range(12) if index != hit])
-        # Closed, all was on disk and a mark says so: no loss goes without raising. After a crash
-        # only the last group could be one that the power took: its damage is reported.
+        # After a clean close, a mark shows that all records were synced, so every loss raises.
+        # After a crash, a power loss may have damaged the last group; its damage is only reported.
         raised = any(item.kind == "damaged" for item in damage)
         assert raised or found == list(range(12)) or (not close and hit > 8)
         assert recovered(SimulatedDisk(disk.files())) == (found, [])
 
 
-async def test_a_flipped_bit_in_an_older_segment_raises_or_is_mended():
+async def test_a_flipped_bit_in_an_older_segment_raises_or_is_repaired():
     print("seed", SEED)
     files = (await small_log(segment_bytes=200)).files()
     for at, flipped in flips(files[name_of(2)], Random(SEED)):
@@ -165,16 +168,16 @@ async def test_a_flipped_bit_in_an_older_segment_raises_or_is_mended():
         assert recovered(SimulatedDisk(disk.files())) == (found, [])
 
 
-async def test_a_segment_whose_header_is_lost_is_set_aside_by_repair_only():
+async def test_a_segment_without_a_header_is_renamed_only_by_a_repair():
     files = (await small_log(segment_bytes=200)).files()
-    whole, _ = recovered(SimulatedDisk(files))
+    intact, _ = recovered(SimulatedDisk(files))
     for target in (2, len(files)):
         lost = bytes(HEADER_SIZE) + files[name_of(target)][HEADER_SIZE:]
         disk = SimulatedDisk({**files, name_of(target): lost})
         with pytest.raises(LogDamaged, match="header"):
             recovered(disk)
         found, _ = recovered(disk, repair=True)
-        assert set(found) < set(whole)
+        assert set(found) < set(intact)
         assert disk.files()[name_of(target) + ".damaged-1"] == lost
         log = Log(disk)
         list(log.recover())
@@ -184,16 +187,16 @@ async def test_a_segment_whose_header_is_lost_is_set_aside_by_repair_only():
         await log.close()
 
 
-async def test_a_segment_of_another_log_is_damage():
+async def test_a_segment_of_another_log_is_reported_as_damage():
     files = (await small_log(segment_bytes=200)).files()
     other = (await small_log(segment_bytes=200)).files()
     with pytest.raises(LogDamaged, match="another log"):
         recovered(SimulatedDisk({**files, name_of(3): other[name_of(3)]}))
 
 
-async def test_memory_is_bounded_by_the_file_whatever_a_length_says(tmp_path):
+async def test_a_corrupt_length_does_not_allocate_memory_for_it(tmp_path):
     data = bytearray((await small_log()).files()[name_of(1)])
-    first = HEADER_SIZE + 10 + 13 + 5  # behind the mark and record 0
+    first = HEADER_SIZE + 10 + 13 + 5  # after the mark and record 0
     for length in (2**31, 2**32 - 1, 1 << 20):
         data[first : first + 4] = length.to_bytes(4, "little")
         disk = SimulatedDisk({name_of(1): bytes(data)})
@@ -206,21 +209,24 @@ async def test_memory_is_bounded_by_the_file_whatever_a_length_says(tmp_path):
 
 
 @pytest.mark.parametrize("version", [0, 2])
-async def test_another_format_is_refused_before_anything_is_changed(version):
+async def test_another_format_is_rejected_before_any_file_is_changed(version):
     files = (await small_log(segment_bytes=200)).files()
     files[name_of(3)] = of_version(version) + b"whatever a later format holds"
     files[name_of(9) + ".0.tmp"] = b"x"
     disk = SimulatedDisk(files)
-    with pytest.raises(LogVersion, match="segment 3 is of format"):
+    with pytest.raises(LogVersion, match="segment 3 has format"):
         recovered(disk, repair=True)
     assert disk.files() == files
 
 
-# Power
+# Power loss
 
 
 async def busy_log(random: Random) -> SimulatedDisk:
-    """A log that rotated, was rewritten and trimmed, with the test's books in its journal."""
+    """Return a log that was rotated, rewritten and trimmed.
+
+    Notes in the disk's journal say which records were issued, confirmed and dropped.
+    """
     disk = SimulatedDisk()
     log = Log(disk, segment_bytes=random.choice((300, 1000, 4000)))
     list(log.recover())
@@ -272,7 +278,7 @@ async def busy_log(random: Random) -> SimulatedDisk:
 
 
 def books(disk: SimulatedDisk, when: int) -> tuple[set[int], set[int]]:
-    """What must be there after so many calls, and what may be."""
+    """Return the records that must exist, and those that may, after ``when`` disk calls."""
     must: set[int] = set()
     may: set[int] = set()
     for call in disk.journal[:when]:
@@ -294,7 +300,7 @@ def check_state(disk: SimulatedDisk, when: int, random: Random, mode: Mode) -> N
     assert must <= set(found) <= may
     assert found == sorted(set(found))
     assert all(item.kind in ("torn", "unsynced") for item in damage)
-    # The power may go again while it recovers.
+    # The power may fail again during recovery.
     again = after.lose_power(random.randint(0, len(after.journal)), random, mode)
     second, _ = recovered(again)
     assert must <= set(second) <= may
@@ -315,18 +321,18 @@ async def lose_power(seed: int, states: int) -> None:
     print(f"{done} states of {logs} logs")
 
 
-async def test_power_loss_loses_nothing_that_was_synced():
+async def test_a_power_loss_loses_no_synced_record():
     print("seed", SEED)
     await lose_power(SEED, 400)
 
 
 @pytest.mark.torture
-async def test_power_loss_loses_nothing_that_was_synced_in_10_000_states():
+async def test_a_power_loss_loses_no_synced_record_in_12_000_states():
     print("seed", SEED + 1)
     await lose_power(SEED + 1, 12_000)
 
 
-async def test_killed_after_every_single_call_it_opens_and_has_lost_nothing():
+async def test_a_kill_after_any_disk_call_loses_no_confirmed_record():
     print("seed", SEED)
     random = Random(SEED)
     for _ in range(3):
@@ -335,7 +341,7 @@ async def test_killed_after_every_single_call_it_opens_and_has_lost_nothing():
             check_state(disk, when, random, "all")
 
 
-async def test_what_a_killed_process_left_is_on_disk_once_it_is_recovered():
+async def test_records_recovered_after_a_kill_survive_a_power_loss():
     print("seed", SEED)
     random = Random(SEED)
     for _ in range(3):
@@ -347,7 +353,7 @@ async def test_what_a_killed_process_left_is_on_disk_once_it_is_recovered():
             assert recovered(without_power) == (found, []), when
 
 
-async def test_what_a_failed_sync_left_is_on_disk_once_it_is_recovered():
+async def test_records_recovered_after_a_failed_sync_survive_a_power_loss():
     disk = SimulatedDisk()
     log = Log(disk)
     list(log.recover())
@@ -358,16 +364,16 @@ async def test_what_a_failed_sync_left_is_on_disk_once_it_is_recovered():
         await log.writer.append([content(2)])
     await log.close()
 
-    # It could not be taken back. Whoever sees it now must see it after a power loss too.
+    # The write could not be undone. Once its record is recovered, it must survive a power loss.
     assert recovered(disk) == ([1, 2], [])
     without_power = disk.lose_power(len(disk.journal), Random(SEED), "none")
     assert recovered(without_power) == ([1, 2], [])
 
 
-async def test_a_hole_among_unsynced_writes_is_closed_and_what_follows_is_kept():
+async def test_a_hole_among_unsynced_records_is_closed_and_later_records_are_kept():
     disk = await small_log(close=False)
     data = bytearray(disk.files()[name_of(1)])
-    hole = ends(bytes(data))[9] + 5  # inside record 10, of the last group
+    hole = ends(bytes(data))[9] + 5  # inside record 10, in the last group
     data[hole : hole + 30] = bytes(30)
     disk = SimulatedDisk({name_of(1): bytes(data)})
     found, damage = recovered(disk)
@@ -401,16 +407,16 @@ def kill_rounds(tmp_path: Path, seed: int, rounds: int) -> None:
             crasher.stdin.write(f"{path} {random.randrange(1 << 30)}\n".encode())
             crasher.stdin.flush()
             lines = crasher.stdout
-            # The pid may come behind the first lines of the child: both write to one pipe.
+            # The child's first lines may precede its pid, because both processes write to one pipe.
             early: list[bytes] = []
             while not (line := lines.readline()).startswith(b"pid"):
-                assert line, "the crasher ended"
+                assert line, "the crasher process exited"
                 early.append(line)
             pid = int(line.split()[1])
             time.sleep(random.uniform(0.001, 0.08))
             os.kill(pid, signal.SIGKILL)
             while (line := lines.readline()) != b"dead\n":
-                assert line, "the crasher ended"
+                assert line, "the crasher process exited"
                 early.append(line)
             for line in early:
                 what, value = line.split()
@@ -428,10 +434,10 @@ def kill_rounds(tmp_path: Path, seed: int, rounds: int) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_at_random_instants_loses_nothing_confirmed(tmp_path):
+def test_kill_9_at_random_times_loses_no_confirmed_record(tmp_path):
     kill_rounds(tmp_path, SEED, 20)
 
 
 @pytest.mark.torture
-def test_kill_9_at_random_instants_500_times(tmp_path):
+def test_kill_9_at_random_times_loses_no_confirmed_record_in_500_rounds(tmp_path):
     kill_rounds(tmp_path, SEED + 1, 500)

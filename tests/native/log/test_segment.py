@@ -1,4 +1,4 @@
-"""Segments: frames are found again wherever the file was cut or damaged, and only real ones."""
+"""Segments: a scan finds exactly the intact frames of a truncated or damaged file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from qkit.native.log.segment import (
     read_header,
     scan,
     seal,
+    write_all,
     write_segment,
-    write_whole,
 )
 from tests.support.crasher import content
 from tests.support.disk import SimulatedDisk
@@ -63,22 +63,22 @@ def test_a_segment_is_read_as_it_was_written():
         HEADER._replace(log_id=b"another log's id"),
     ],
 )
-def test_frames_of_another_segment_are_none(other):
+def test_frames_of_another_segment_are_ignored(other):
     stale = segment(*(content(at, 50) for at in range(20)), header=other)
 
     assert contents_of(HEADER.pack() + stale[HEADER_SIZE:]) == []
 
 
-def test_frames_quoted_in_a_message_are_none_even_when_it_is_damaged():
+def test_frames_quoted_in_a_damaged_message_are_ignored():
     quoted = segment(*(content(at, 50) for at in range(5)))
     data = bytearray(segment(b"\x01" + quoted, content(99)))
-    data[HEADER_SIZE] ^= 1  # the length of the message that quotes
+    data[HEADER_SIZE] ^= 1  # the length of the outer message
 
     assert contents_of(bytes(data)) == [content(99)]
 
 
 @pytest.mark.proves("002-log-5")
-def test_a_damaged_content_costs_one_record_and_a_damaged_length_too():
+def test_damaged_content_or_a_damaged_length_loses_only_one_record():
     records = [content(at, 40) for at in range(5)]
     second = HEADER_SIZE + FRAME_SIZE + len(records[0])
     for at in (second, second + 5, second + FRAME_SIZE + 3):
@@ -90,7 +90,7 @@ def test_a_damaged_content_costs_one_record_and_a_damaged_length_too():
 
 
 @pytest.mark.parametrize("fill", [b"\0" * 5000, b"\xff" * 5000, Random(1).randbytes(5000)])
-def test_whatever_stands_behind_the_last_frame_is_torn(fill):
+def test_bytes_after_the_last_frame_are_reported_as_torn(fill):
     data = segment(content(1)) + fill
     found = scan(data, HEADER.salt)
 
@@ -98,12 +98,12 @@ def test_whatever_stands_behind_the_last_frame_is_torn(fill):
     assert found.torn == len(fill)
 
 
-def test_a_large_noisy_hole_is_searched_in_reasonable_time():
+def test_a_large_hole_of_random_bytes_is_searched_quickly():
     data = segment(content(1)) + Random(2).randbytes(1 << 20)
     assert scan(data, HEADER.salt).torn == 1 << 20
 
 
-def test_names():
+def test_segment_numbers_are_parsed_from_file_names():
     assert [number_of(name) for name in (name_of(12), name_of(2**32 - 1))] == [
         (12, True),
         (2**32 - 1, True),
@@ -113,17 +113,17 @@ def test_names():
         assert number_of(name) is None
 
 
-def test_one_broken_copy_of_the_header_leaves_the_other():
+def test_a_header_with_one_broken_copy_is_readable():
     for at in range(HEADER_SIZE):
         data = bytearray(HEADER.pack())
         data[at] ^= 1
         assert read_header(bytes(data), 3) == (HEADER, [0 if at < 40 else 40])
-    assert read_header(HEADER.pack(), 4) == (None, [0, 40])  # another's place
+    assert read_header(HEADER.pack(), 4) == (None, [0, 40])  # the header of another segment
     assert read_header(b"", 3) == (None, [0, 40])
 
 
 @pytest.mark.parametrize(("version", "word"), [(0, "older"), (VERSION + 1, "newer")])
-def test_another_format_is_refused_with_a_clear_word(version, word):
+def test_another_format_is_rejected_as_older_or_newer(version, word):
     with pytest.raises(LogVersion, match=rf"format {version}, an? {word} one.* reads format 1"):
         read_header(of_version(version), 3)
 
@@ -134,7 +134,7 @@ def of_version(version: int) -> bytes:
     return (bytes(copy) + crc32(copy).to_bytes(4, "little")) * 2
 
 
-def test_one_frame_is_checked_by_itself():
+def test_check_frame_detects_a_wrong_offset_or_length():
     data = segment(content(1, 9))[HEADER_SIZE:]
 
     assert check_frame(data, HEADER.salt, HEADER_SIZE) == content(1, 9)
@@ -146,35 +146,35 @@ def test_one_frame_is_checked_by_itself():
 @pytest.mark.parametrize(
     ("short", "large"), [(1, 9), (7, 1 << 14), (100_000, 1 << 20), (None, 1 << 20)]
 )
-def test_short_writes_are_gone_on_with(short, large):
+def test_short_writes_are_continued(short, large):
     disk = SimulatedDisk()
     disk.short = short
     parts = [bytes([at]) * size for at, size in enumerate((10, 3, large, 5))]
     fd = disk.create("x")
-    write_whole(disk, fd, parts, 4)
+    write_all(disk, fd, parts, 4)
 
     assert disk.files()["x"] == bytes(4) + b"".join(parts)
 
 
 @pytest.mark.proves("002-improvements-2")
-def test_small_parts_are_one_write_and_large_ones_a_few():
+def test_small_parts_are_joined_into_one_write():
     disk = SimulatedDisk()
     fd = disk.create("x")
-    write_whole(disk, fd, [b"x" * 100] * 500, 0)
+    write_all(disk, fd, [b"x" * 100] * 500, 0)
     assert sum(call.kind == "write" for call in disk.journal) == 1
 
 
-def test_a_disk_that_takes_nothing_is_an_error_and_no_endless_loop():
+def test_a_disk_that_writes_nothing_raises_instead_of_looping():
     class Stuck(SimulatedDisk):
         def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
             return 0
 
     disk = Stuck()
-    with pytest.raises(OSError, match="took nothing"):
-        write_whole(disk, disk.create("x"), [b"abc"], 0)
+    with pytest.raises(OSError, match="wrote nothing"):
+        write_all(disk, disk.create("x"), [b"abc"], 0)
 
 
-def test_a_segment_written_whole_has_a_temporary_name_and_is_removed_on_failure():
+def test_a_new_segment_has_a_temporary_name_and_is_removed_on_failure():
     disk = SimulatedDisk()
     records = [content(at, 900) for at in range(3000)]
     name, _, offsets = write_segment(disk, HEADER, records, sealed=True)

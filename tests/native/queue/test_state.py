@@ -1,4 +1,4 @@
-"""The state of one queue: order, leases, time, limits. No loop, no clock: time is an argument."""
+"""State of one queue: order, leases, TTL and limits. Tests pass the time as an argument."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def waiting(queue: QueueState) -> list[str]:
     "001-storage-4",
     "004-structures-1",
 )
-def test_priorities_come_first_and_arrival_decides_inside_one() -> None:
+def test_order_is_by_priority_then_by_arrival() -> None:
     queue = QueueState("q")
     put(queue, "a", "b", priority=5)
     put(queue, "low", priority=0)
@@ -50,14 +50,14 @@ def test_priorities_come_first_and_arrival_decides_inside_one() -> None:
     assert ids(claim(queue)) == ["high", "a", "b", "c", "low"]
 
 
-def test_the_default_priority_stays_in_a_narrow_range() -> None:
+def test_the_default_priority_does_not_exceed_max_priority() -> None:
     queue = QueueState("q", max_priority=2)
     put(queue, "a")
     assert claim(queue)[0].priority == 2
 
 
 @pytest.mark.proves("001-overview-4")
-def test_256_priorities() -> None:
+def test_256_priorities_are_ordered() -> None:
     queue = QueueState("q", max_priority=255)
     for priority in (0, 255, 128, 254):
         put(queue, str(priority), priority=priority)
@@ -66,7 +66,7 @@ def test_256_priorities() -> None:
 
 @pytest.mark.proves("000-features-1", "000-errors-4")
 @pytest.mark.parametrize("priority", [-1, 10, 1000])
-def test_a_priority_outside_the_range_is_refused_and_the_range_named(priority: int) -> None:
+def test_a_priority_out_of_range_is_rejected_with_the_range(priority: int) -> None:
     queue = QueueState("q")
     with pytest.raises(InvalidPriority, match="0–9") as caught:
         put(queue, "a", priority=priority)
@@ -76,7 +76,7 @@ def test_a_priority_outside_the_range_is_refused_and_the_range_named(priority: i
 
 
 @pytest.mark.proves("000-priority-2", "001-storage-4", "004-structures-1")
-def test_a_released_message_returns_to_its_place() -> None:
+def test_a_released_message_keeps_its_order() -> None:
     queue = QueueState("q")
     put(queue, "a", "b", "c", "d")
     a, b, c = claim(queue, 3)
@@ -89,7 +89,7 @@ def test_a_released_message_returns_to_its_place() -> None:
 
 
 @pytest.mark.proves("001-cycle-1", "001-reaper-2", "004-structures-2")
-def test_a_first_delay_gives_a_place_when_due_and_a_delayed_retry_keeps_its_own() -> None:
+def test_a_delayed_message_is_ordered_by_its_due_time_and_a_delayed_retry_keeps_its_order() -> None:
     queue = QueueState("q")
     put(queue, "first")
     put(queue, "delayed", due=10.0)
@@ -104,13 +104,13 @@ def test_a_first_delay_gives_a_place_when_due_and_a_delayed_retry_keeps_its_own(
 
 
 @pytest.mark.proves("001-cycle-1")
-def test_a_due_time_that_has_passed_is_no_delay() -> None:
+def test_a_due_time_in_the_past_does_not_delay() -> None:
     queue = QueueState("q")
     assert queue.put(5.0, "a", b"", due=5.0) == 0
 
 
 @pytest.mark.proves("000-lifecycle-1", "000-publish-8")
-def test_position_counts_what_is_ahead_at_equal_or_higher_priority() -> None:
+def test_position_counts_the_messages_ahead_with_equal_or_higher_priority() -> None:
     queue = QueueState("q")
     assert queue.put(0.0, "a", b"", priority=5) == 0
     assert queue.put(0.0, "b", b"", priority=5) == 1
@@ -122,7 +122,7 @@ def test_position_counts_what_is_ahead_at_equal_or_higher_priority() -> None:
     assert queue.put(0.0, "g", b"", priority=5) == 3
 
 
-def test_position_after_expired_ones_were_passed_over() -> None:
+def test_position_ignores_expired_messages() -> None:
     queue = QueueState("q")
     put(queue, "a", "c")
     put(queue, "expired", expires=1.0)
@@ -132,7 +132,7 @@ def test_position_after_expired_ones_were_passed_over() -> None:
     assert [queue.put(2.0, id, b"") for id in "de"] == [0, 1]
 
 
-# Settlement: what each answer does to each kind of token
+# Settlement
 
 SETTLE = {
     "ack": lambda queue, token: queue.ack(token),
@@ -149,11 +149,11 @@ SETTLE = {
     [
         ("settled", AckDeadlineExceeded),
         ("expired", AckDeadlineExceeded),
-        ("never given", MessageNotFound),
+        ("never issued", MessageNotFound),
         ("negative", MessageNotFound),
     ],
 )
-def test_a_token_that_holds_nothing_is_refused_and_touches_nothing(settle, token, error) -> None:
+def test_an_invalid_token_is_rejected_and_changes_nothing(settle, token, error) -> None:
     queue = QueueState("q")
     put(queue, "a")
     (message,) = claim(queue, lease=1.0)
@@ -162,9 +162,9 @@ def test_a_token_that_holds_nothing_is_refused_and_touches_nothing(settle, token
         queue.release(0.5, old)
     else:
         queue.expire(1.0)
-    (again,) = claim(queue, now=1.0)  # now with another consumer
+    (again,) = claim(queue, now=1.0)  # another consumer holds the message now
     assert again.attempt == 2
-    bad = {"settled": old, "expired": old, "never given": 10_000, "negative": REMOVED}[token]
+    bad = {"settled": old, "expired": old, "never issued": 10_000, "negative": REMOVED}[token]
     with pytest.raises(error):
         settle(queue, bad)
     assert queue.holds(again.state)
@@ -174,7 +174,7 @@ def test_a_token_that_holds_nothing_is_refused_and_touches_nothing(settle, token
 
 
 @pytest.mark.proves("000-structures-4", "002-ack-2")
-def test_attempts_count_deliveries_and_an_uncharged_release_does_not() -> None:
+def test_each_delivery_counts_as_an_attempt_unless_it_is_released_uncounted() -> None:
     queue = QueueState("q")
     put(queue, "a")
     for now, count, expected in [(0.0, True, 1), (1.0, False, 2), (2.0, False, 2), (3.0, True, 2)]:
@@ -184,7 +184,7 @@ def test_attempts_count_deliveries_and_an_uncharged_release_does_not() -> None:
     assert claim(queue, now=4.0)[0].attempt == 3
 
 
-def test_an_uncharged_first_delivery_keeps_its_place() -> None:
+def test_a_message_whose_first_delivery_is_released_uncounted_keeps_its_order() -> None:
     queue = QueueState("q")
     put(queue, "a", "b")
     a, b = claim(queue)
@@ -195,7 +195,7 @@ def test_an_uncharged_first_delivery_keeps_its_place() -> None:
     assert waiting(queue) == ["a", "b"]
 
 
-def test_release_writes_headers_back() -> None:
+def test_release_replaces_the_headers() -> None:
     queue = QueueState("q")
     put(queue, "a", headers={"x": "1"})
     (message,) = claim(queue)
@@ -208,7 +208,7 @@ def test_release_writes_headers_back() -> None:
 
 
 @pytest.mark.proves("000-ack-3")
-def test_the_same_id_twice_is_two_messages() -> None:
+def test_two_messages_may_have_the_same_id() -> None:
     queue = QueueState("q")
     put(queue, "a", "a")
     one, two = claim(queue)
@@ -227,7 +227,7 @@ def test_the_same_id_twice_is_two_messages() -> None:
     "004-states-2",
     "004-structures-3",
 )
-def test_an_expired_lease_returns_the_message_in_its_place() -> None:
+def test_a_message_with_an_expired_lease_keeps_its_order() -> None:
     queue = QueueState("q")
     put(queue, "a", "b")
     claim(queue, 1)
@@ -240,18 +240,18 @@ def test_an_expired_lease_returns_the_message_in_its_place() -> None:
 
 
 @pytest.mark.proves("000-lifecycle-2")
-def test_claim_and_ack_do_not_look_at_the_clock() -> None:
+def test_ack_after_the_deadline_succeeds_until_expire_is_called() -> None:
     queue = QueueState("q")
     put(queue, "a")
     (message,) = claim(queue, lease=1.0)
-    assert claim(queue, now=100.0) == []  # only expire() takes a lease back
+    assert claim(queue, now=100.0) == []  # only expire() ends a lease
     queue.ack(message.state)
     assert queue.acked == 1
 
 
 @pytest.mark.proves("004-structures-3")
 @pytest.mark.parametrize(("seconds", "ends"), [(60.0, 70.0), (5.0, 15.0)])
-def test_extend_moves_the_end_both_ways(seconds: float, ends: float) -> None:
+def test_extend_can_lengthen_and_shorten_a_lease(seconds: float, ends: float) -> None:
     queue = QueueState("q")
     put(queue, "a")
     (message,) = claim(queue)
@@ -265,7 +265,7 @@ def test_extend_moves_the_end_both_ways(seconds: float, ends: float) -> None:
 @pytest.mark.proves(
     "000-structures-4", "000-structures-5", "000-deadline-4", "002-dlq-1", "004-dlq-1", "004-dlq-2"
 )
-def test_the_last_allowed_lease_ends_in_a_dead_letter() -> None:
+def test_the_last_allowed_delivery_is_dead_lettered_when_its_lease_expires() -> None:
     queue = QueueState("q", max_deliveries=2)
     put(queue, "a")
     queue.claim(0.0, 1, 1.0, "worker-1")
@@ -281,7 +281,7 @@ def test_the_last_allowed_lease_ends_in_a_dead_letter() -> None:
 
 
 @pytest.mark.proves("000-deadline-3")
-def test_without_a_limit_it_comes_again_for_ever() -> None:
+def test_without_a_limit_a_message_is_redelivered_forever() -> None:
     queue = QueueState("q")
     put(queue, "a")
     for turn in range(50):
@@ -290,7 +290,7 @@ def test_without_a_limit_it_comes_again_for_ever() -> None:
 
 
 @pytest.mark.proves("000-dead-2", "004-dlq-5")
-def test_reject_buries_with_the_reason() -> None:
+def test_reject_dead_letters_with_the_reason() -> None:
     queue = QueueState("q")
     put(queue, "a")
     (message,) = claim(queue)
@@ -298,11 +298,11 @@ def test_reject_buries_with_the_reason() -> None:
     assert queue.dead == [(message, Reason.EXPLICIT_NACK, None)]
 
 
-# Time to live
+# TTL
 
 
 @pytest.mark.proves("000-features-6")
-def test_ttl_runs_out_while_ready_or_scheduled() -> None:
+def test_a_ready_or_scheduled_message_expires() -> None:
     queue = QueueState("q")
     put(queue, "ready", expires=5.0)
     put(queue, "scheduled", due=4.0, expires=6.0)
@@ -315,7 +315,7 @@ def test_ttl_runs_out_while_ready_or_scheduled() -> None:
     assert waiting(queue) == ["stays"]
 
 
-def test_ttl_of_a_delayed_retry_runs_out_in_the_schedule() -> None:
+def test_a_scheduled_retry_expires() -> None:
     queue = QueueState("q")
     put(queue, "a", expires=10.0)
     (message,) = claim(queue)
@@ -328,7 +328,7 @@ def test_ttl_of_a_delayed_retry_runs_out_in_the_schedule() -> None:
 
 
 @pytest.mark.proves("002-improvements-7")
-def test_an_expired_message_is_never_handed_out() -> None:
+def test_an_expired_message_is_never_delivered() -> None:
     queue = QueueState("q")
     put(queue, "a", expires=5.0)
     put(queue, "b")
@@ -336,7 +336,7 @@ def test_an_expired_message_is_never_handed_out() -> None:
     assert ids(dead.message for dead in queue.take_dead()) == ["a"]
 
 
-def test_a_message_in_flight_does_not_expire_but_is_checked_on_return() -> None:
+def test_a_message_in_flight_expires_only_when_it_is_released() -> None:
     queue = QueueState("q", max_deliveries=5)
     put(queue, "acked", "released", "lost", expires=5.0)
     acked, released, lost = claim(queue)
@@ -349,7 +349,7 @@ def test_a_message_in_flight_does_not_expire_but_is_checked_on_return() -> None:
 
 
 @pytest.mark.proves("002-improvements-5")
-def test_a_key_and_an_expiry_stay_with_the_message() -> None:
+def test_a_message_keeps_its_key_and_its_expiry_time() -> None:
     queue = QueueState("q")
     put(queue, "a", key="k", expires=5.0)
     put(queue, "b")
@@ -360,7 +360,7 @@ def test_a_key_and_an_expiry_stay_with_the_message() -> None:
 # Limits
 
 
-def test_a_full_queue_refuses_and_counts_every_kind() -> None:
+def test_a_full_queue_counts_ready_scheduled_and_in_flight_messages() -> None:
     queue = QueueState("q", max_depth=3)
     put(queue, "held", "ready")
     claim(queue, 1)
@@ -371,7 +371,7 @@ def test_a_full_queue_refuses_and_counts_every_kind() -> None:
     assert (queue.ready, queue.scheduled, queue.in_flight) == (1, 1, 1)
 
 
-def test_drop_oldest_makes_room() -> None:
+def test_drop_oldest_frees_capacity() -> None:
     queue = QueueState("q", max_depth=2, drop_oldest=True)
     put(queue, "old", priority=9, now=1.0)
     put(queue, "newer", priority=0, now=2.0)
@@ -383,7 +383,7 @@ def test_drop_oldest_makes_room() -> None:
     assert queue.ready == 2
 
 
-def test_drop_oldest_takes_scheduled_ones_when_none_is_ready() -> None:
+def test_drop_oldest_drops_a_scheduled_message_when_none_is_ready() -> None:
     queue = QueueState("q", max_depth=2, drop_oldest=True)
     put(queue, "later", due=20.0)
     put(queue, "sooner", due=10.0)
@@ -391,7 +391,7 @@ def test_drop_oldest_takes_scheduled_ones_when_none_is_ready() -> None:
     assert waiting(queue) == ["new", "later"]
 
 
-def test_drop_oldest_never_drops_what_a_consumer_holds() -> None:
+def test_drop_oldest_never_drops_a_message_in_flight() -> None:
     queue = QueueState("q", max_depth=1, drop_oldest=True)
     put(queue, "held")
     (held,) = claim(queue)
@@ -404,7 +404,7 @@ def test_drop_oldest_never_drops_what_a_consumer_holds() -> None:
 # Administration and figures
 
 
-def test_purge_leaves_what_is_held() -> None:
+def test_purge_keeps_messages_in_flight() -> None:
     queue = QueueState("q")
     put(queue, "held", "a", expires=50.0)
     put(queue, "b", due=5.0)
@@ -417,13 +417,13 @@ def test_purge_leaves_what_is_held() -> None:
 
 
 @pytest.mark.proves("001-storage-2", "002-index-1")
-def test_remove_takes_named_ones_unless_held() -> None:
+def test_remove_deletes_by_id_unless_in_flight() -> None:
     queue = QueueState("q")
     put(queue, "held", "a", "b", "a")
     put(queue, "later", due=5.0)
     claim(queue, 1)
     assert len(queue.remove(["held", "a", "later", "unknown"])) == 2
-    assert waiting(queue) == ["b", "a"]  # an id takes one, the oldest; named twice it takes two
+    assert waiting(queue) == ["b", "a"]  # each id removes only the oldest message with that id
     assert len(queue.remove(["a", "a"])) == 1
     assert ids(claim(queue, now=10.0)) == ["b"]
 
@@ -453,13 +453,13 @@ def test_waiting_time_is_measured_from_ready_to_first_delivery() -> None:
     assert queue.oldest_since() is None
 
 
-# Garbage
+# Cleanup of internal structures
 
 
 @pytest.mark.proves(
     "000-lifecycle-3", "001-cycle-4", "002-index-4", "002-compaction-6", "004-structures-4"
 )
-def test_settled_deliveries_leave_no_garbage_behind() -> None:
+def test_settled_deliveries_leave_no_garbage() -> None:
     queue = QueueState("q", max_depth=10**6)
     for n in range(5_000):
         put(queue, str(n), expires=1e9)
@@ -476,7 +476,7 @@ def test_settled_deliveries_leave_no_garbage_behind() -> None:
 
 
 @pytest.mark.proves("001-storage-3", "002-index-4")
-def test_renewals_leave_no_garbage_behind() -> None:
+def test_extended_leases_leave_no_garbage() -> None:
     queue = QueueState("q")
     put(queue, "a")
     (message,) = claim(queue)
@@ -491,7 +491,7 @@ def test_renewals_leave_no_garbage_behind() -> None:
 
 
 @pytest.mark.proves("001-storage-3")
-def test_leases_of_any_length_end_in_their_order() -> None:
+def test_leases_of_different_lengths_expire_in_order() -> None:
     queue = QueueState("q")
     leases = [30.0, 5.0, 60.0, 1.0, 30.0, 90.0]
     for n, lease in enumerate(leases):
@@ -505,7 +505,7 @@ def test_leases_of_any_length_end_in_their_order() -> None:
     assert ended == sorted(leases)
 
 
-def test_what_a_lost_consumer_held_comes_back_or_dies_at_once() -> None:
+def test_messages_of_a_lost_consumer_are_released_or_dead_lettered_immediately() -> None:
     queue = QueueState("q", max_deliveries=2)
     put(queue, "once")
     put(queue, "twice")
@@ -515,11 +515,11 @@ def test_what_a_lost_consumer_held_comes_back_or_dies_at_once() -> None:
     (again,) = queue.claim(1.0, 1, LEASE, "worker")
     (dead,) = queue.abandon(1.0, [again.state])
     assert (dead.message.id, dead.reason) == ("twice", Reason.MAX_RETRIES_EXCEEDED)
-    assert "ended with its consumer, last with consumer worker" in str(dead.error)
+    assert "ended with its consumer (consumer worker)" in str(dead.error)
     assert queue.next_due() is None
 
 
-def test_messages_that_expire_in_the_middle_leave_no_garbage_behind() -> None:
+def test_messages_that_expire_in_the_middle_leave_no_garbage() -> None:
     queue = QueueState("q")
     put(queue, "head")
     put(queue, *(f"x{n}" for n in range(1_000)), expires=5.0)
@@ -534,7 +534,7 @@ def test_messages_that_expire_in_the_middle_leave_no_garbage_behind() -> None:
     assert waiting(queue) == ["tail"]
 
 
-def test_a_bucket_of_nothing_but_expired_ones_empties() -> None:
+def test_a_bucket_with_only_expired_messages_becomes_empty() -> None:
     queue = QueueState("q")
     put(queue, *(str(n) for n in range(200)), priority=9, expires=5.0)
     put(queue, "low", priority=1)
@@ -544,18 +544,18 @@ def test_a_bucket_of_nothing_but_expired_ones_empties() -> None:
     assert ids(claim(queue, now=6.0)) == ["low", "next"]
 
 
-def test_a_bucket_whose_messages_were_all_removed_is_passed_over() -> None:
+def test_a_bucket_whose_messages_were_all_removed_is_skipped() -> None:
     queue = QueueState("q")
-    doomed = [str(n) for n in range(65)]  # as many as make a rebuild, and no more
-    put(queue, *doomed, priority=9)
+    removed_ids = [str(n) for n in range(65)]  # just enough to trigger a rebuild
+    put(queue, *removed_ids, priority=9)
     put(queue, "low", priority=1)
-    assert len(queue.remove(doomed)) == 65
+    assert len(queue.remove(removed_ids)) == 65
     assert not queue._ready._buckets[9].fresh
     assert ids(claim(queue)) == ["low"]
 
 
 @pytest.mark.proves("000-deadline-2", "001-storage-3", "004-actors-4")
-def test_stale_heads_do_not_set_the_timer() -> None:
+def test_stale_entries_do_not_set_the_timer() -> None:
     queue = QueueState("q")
     put(queue, "a", expires=5.0)
     put(queue, "b", due=6.0)

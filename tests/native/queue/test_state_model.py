@@ -1,4 +1,4 @@
-"""A random history of one queue against a plain model of what it promises."""
+"""Random histories of one queue, compared with a simple model."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SECONDS = st.integers(1, 12).map(float)
 
 @dataclass(eq=False)
 class Copy:
-    """A message of the model; ``place`` is its number in order of becoming ready."""
+    """A message of the model; ``place`` orders messages by the time they became ready."""
 
     id: str
     priority: int
     expires: float
     place: int | None = None
-    scheduled: tuple[float, int] | None = None  # due, and the order in which it was scheduled
+    scheduled: tuple[float, int] | None = None  # due time, scheduling order
     token: int | None = None
     deadline: float = 0.0
     attempt: int = 0
@@ -67,12 +67,12 @@ class QueueModel(RuleBasedStateMachine):
     def held(self) -> list[Copy]:
         return [m for m in self.messages if m.token is not None]
 
-    def bury(self, message: Copy, reason: Reason) -> None:
+    def dead_letter(self, message: Copy, reason: Reason) -> None:
         self.messages.remove(message)
         self.dead.append((message.id, reason, message.attempt))
 
     def pass_time(self) -> None:
-        """What is due happens, leases apart."""
+        """Process all due events except the expiry of leases."""
         for message in self.scheduled():
             if message.scheduled and message.scheduled[0] <= self.now:
                 message.scheduled = None
@@ -80,13 +80,13 @@ class QueueModel(RuleBasedStateMachine):
                     message.place = self.number()
         for message in self.ready() + self.scheduled():
             if message.expires <= self.now:
-                self.bury(message, Reason.TTL_EXPIRED)
+                self.dead_letter(message, Reason.TTL_EXPIRED)
 
-    def give_back(self, message: Copy) -> None:
+    def end_delivery(self, message: Copy) -> None:
         self.stale.append(message.token or 0)
         message.token = None
 
-    # What may happen
+    # Actions
 
     @rule(
         priority=st.integers(0, MAX_PRIORITY),
@@ -137,7 +137,7 @@ class QueueModel(RuleBasedStateMachine):
         message = data.draw(st.sampled_from(self.held()))
         assert message.token is not None
         self.queue.ack(message.token)
-        self.give_back(message)
+        self.end_delivery(message)
         self.messages.remove(message)
 
     @precondition(lambda self: self.held())
@@ -149,10 +149,10 @@ class QueueModel(RuleBasedStateMachine):
         alive = self.queue.release(
             self.now, message.token, delay, count_attempt=count, headers=message.headers
         )
-        self.give_back(message)
+        self.end_delivery(message)
         message.attempt -= not count
         if message.expires <= self.now:
-            self.bury(message, Reason.TTL_EXPIRED)
+            self.dead_letter(message, Reason.TTL_EXPIRED)
             assert not alive
         elif delay:
             message.scheduled = (self.now + delay, self.number())
@@ -163,8 +163,8 @@ class QueueModel(RuleBasedStateMachine):
         message = data.draw(st.sampled_from(self.held()))
         assert message.token is not None
         self.queue.reject(message.token, Reason.EXPLICIT_NACK)
-        self.give_back(message)
-        self.bury(message, Reason.EXPLICIT_NACK)
+        self.end_delivery(message)
+        self.dead_letter(message, Reason.EXPLICIT_NACK)
 
     @precondition(lambda self: self.held())
     @rule(data=st.data(), seconds=SECONDS)
@@ -192,13 +192,13 @@ class QueueModel(RuleBasedStateMachine):
     @rule()
     def expire(self) -> None:
         self.pass_time()
-        lost = [message for message in self.held() if message.deadline <= self.now]
-        for message in lost:
-            self.give_back(message)
+        expired = [message for message in self.held() if message.deadline <= self.now]
+        for message in expired:
+            self.end_delivery(message)
             if message.attempt >= MAX_DELIVERIES:
-                self.bury(message, Reason.MAX_RETRIES_EXCEEDED)
+                self.dead_letter(message, Reason.MAX_RETRIES_EXCEEDED)
             elif message.expires <= self.now:
-                self.bury(message, Reason.TTL_EXPIRED)
+                self.dead_letter(message, Reason.TTL_EXPIRED)
         self.compare_dead(self.queue.expire(self.now))
         due = self.queue.next_due()
         assert due is None or due > self.now
@@ -217,7 +217,7 @@ class QueueModel(RuleBasedStateMachine):
         if message.token is None:
             self.messages.remove(message)
 
-    # What must always hold
+    # Invariants
 
     def compare_dead(self, dead) -> None:
         found = [(item.message.id, item.reason, item.message.attempt) for item in dead]
@@ -265,12 +265,12 @@ ORDINARY = settings(
     "004-actors-3",
     "004-structures-4",
 )
-def test_a_queue_does_what_its_model_does() -> None:
+def test_a_queue_behaves_like_its_model() -> None:
     run_state_machine_as_test(QueueModel, settings=ORDINARY)
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(1800)  # a busy machine takes far more than the suite's limit
-def test_a_queue_does_what_its_model_does_at_length() -> None:
-    """2,000 random histories, without crash and reopening: a queue in memory has no files."""
+@pytest.mark.timeout(1800)  # the default limit is too short on a busy machine
+def test_a_queue_behaves_like_its_model_in_2000_histories() -> None:
+    """Crashes and restarts are not covered, because a queue in memory has no files."""
     run_state_machine_as_test(QueueModel, settings=settings(ORDINARY, max_examples=2000))

@@ -1,4 +1,4 @@
-"""Topics of the engine: a copy for every group."""
+"""Topics of the native engine: every group receives a copy of each message."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ async def prices(engine: Engine) -> None:
 
 
 @pytest.mark.proves("002-improvements-3")
-async def test_every_group_gets_a_copy_from_its_first_declaration_on(engine: Engine) -> None:
-    await engine.publish("prices", b"for nobody")
+async def test_a_group_receives_the_messages_sent_after_its_declaration(engine: Engine) -> None:
+    await engine.publish("prices", b"before any group")
     await join(engine, "a")
     await engine.publish("prices", b"1")
     await join(engine, "b")
@@ -42,7 +42,7 @@ async def test_every_group_gets_a_copy_from_its_first_declaration_on(engine: Eng
     assert await bodies(engine, "b") == [b"2"]
 
 
-async def test_the_body_is_shared(engine: Engine) -> None:
+async def test_groups_share_the_body_of_a_message(engine: Engine) -> None:
     await join(engine, "a", "b")
     await engine.publish("prices", b"tick", headers={"x": "1"})
     one = await engine.consume("prices", group="a")
@@ -56,7 +56,7 @@ async def test_the_body_is_shared(engine: Engine) -> None:
     assert await bodies(engine, "a") == [b"tick"]
 
 
-async def test_a_copy_for_one_group_alone(engine: Engine) -> None:
+async def test_a_group_header_sends_to_one_group(engine: Engine) -> None:
     await join(engine, "a", "b")
     await engine.publish("prices", b"x", headers={GROUP: "b", "other": "kept"})
     await engine.publish("prices", b"y", headers={GROUP: "new"})
@@ -67,7 +67,7 @@ async def test_a_copy_for_one_group_alone(engine: Engine) -> None:
     assert await bodies(engine, "new") == [b"y"]
 
 
-async def test_dead_letters_know_their_group_and_return_to_it(
+async def test_dead_letters_are_replayed_to_their_group(
     engine: Engine, clock: VirtualClock
 ) -> None:
     await join(engine, "a", "b")
@@ -81,7 +81,7 @@ async def test_dead_letters_know_their_group_and_return_to_it(
     assert await bodies(engine, "b") == [b"x"]
 
 
-async def test_all_groups_take_it_or_none(engine: Engine) -> None:
+async def test_a_message_is_accepted_by_all_groups_or_none(engine: Engine) -> None:
     await join(engine, "quick", "slow")
     for n in range(3):
         await engine.publish("prices", str(n).encode())
@@ -93,7 +93,9 @@ async def test_all_groups_take_it_or_none(engine: Engine) -> None:
     assert await bodies(engine, "quick") == []
 
 
-async def test_figures_are_sums(engine: Engine, clock: VirtualClock) -> None:
+async def test_figures_of_a_topic_are_sums_over_its_groups(
+    engine: Engine, clock: VirtualClock
+) -> None:
     empty = await engine.stats("prices")
     assert (empty.depth, empty.consumers, empty.avg_wait_time_ms) == (0, 0, None)
     await join(engine, "a", "b")
@@ -116,7 +118,7 @@ async def test_figures_are_sums(engine: Engine, clock: VirtualClock) -> None:
     assert await engine.purge("prices") == 2
 
 
-async def test_a_topic_needs_a_group_and_stays_a_topic(engine: Engine) -> None:
+async def test_a_topic_requires_a_group_and_cannot_become_a_queue(engine: Engine) -> None:
     with pytest.raises(Unsupported, match="group"):
         await engine.consume("prices")
     with pytest.raises(InvalidName):
@@ -125,7 +127,7 @@ async def test_a_topic_needs_a_group_and_stays_a_topic(engine: Engine) -> None:
         await engine.create("prices", max_depth=3)
 
 
-async def test_new_limits_reach_every_group(engine: Engine) -> None:
+async def test_new_limits_apply_to_every_group(engine: Engine) -> None:
     await join(engine, "a")
     topic = engine.catalogue.find("prices", "test")
     topic.reconfigure(topic.config.__class__(broadcast=True, max_depth=1))
@@ -134,7 +136,7 @@ async def test_new_limits_reach_every_group(engine: Engine) -> None:
         await engine.publish("prices", b"x")
 
 
-async def test_delete_lets_every_group_go(engine: Engine) -> None:
+async def test_deleting_a_topic_ends_the_waits_of_every_group(engine: Engine) -> None:
     task = asyncio.create_task(engine.consume("prices", None, group="a"))
     await asyncio.sleep(0)
     await engine.delete("prices")

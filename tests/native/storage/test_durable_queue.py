@@ -1,4 +1,4 @@
-"""What an engine in a directory has when it is opened again."""
+"""State of a durable engine after a restart or a crash."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.support.engines import open_engine, view
 from tests.support.services import make_service
 
 
-class Places:
-    """A disk on which an engine is opened, closed or killed, and opened again."""
+class ReopenableEngine:
+    """An engine on a simulated disk that can be closed or killed, and reopened."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
@@ -42,9 +42,11 @@ class Places:
         self.engine = await open_engine(self.disk, self.clock, **self.options)
         return self.engine
 
-    async def again(self, *, kill: bool = False, tidy: bool = False, down: float = 0) -> Engine:
+    async def reopen(
+        self, *, kill: bool = False, maintain: bool = False, down: float = 0
+    ) -> Engine:
         assert self.engine is not None
-        if tidy:
+        if maintain:
             await self.engine.storage.maintain()
         files = self.disk.files()
         await self.engine.aclose()
@@ -59,10 +61,10 @@ class Places:
 
 
 @pytest.fixture
-async def places(clock):
-    places = Places(clock)
-    yield places
-    await places.close()
+async def store(clock):
+    store = ReopenableEngine(clock)
+    yield store
+    await store.close()
 
 
 async def take(engine: Engine, queue: str, **options: Any) -> Delivery:
@@ -74,15 +76,15 @@ async def take(engine: Engine, queue: str, **options: Any) -> Delivery:
 STOPS = [
     pytest.param({"kill": False}, id="closed"),
     pytest.param({"kill": True}, id="killed"),
-    pytest.param({"kill": False, "tidy": True}, id="tidied"),
-    pytest.param({"kill": True, "tidy": True}, id="tidied-killed"),
+    pytest.param({"kill": False, "maintain": True}, id="compacted"),
+    pytest.param({"kill": True, "maintain": True}, id="compacted-killed"),
 ]
 stops = pytest.mark.parametrize("stop", STOPS)
 
 
 @pytest.mark.proves("002-log-6", "002-hybrid-3", "002-testing-9")
-async def test_a_message_keeps_all_that_it_was_sent_with(tmp_path: Path):
-    """In a real directory, by the real clock, through a writer's thread."""
+async def test_a_reopened_message_keeps_all_its_fields(tmp_path: Path):
+    """Use a real directory, the real clock and a writer thread."""
     async with await Engine.open(tmp_path / "data") as engine:
         await engine.create("orders")
         sent = await engine.publish(
@@ -106,13 +108,13 @@ async def test_a_message_keeps_all_that_it_was_sent_with(tmp_path: Path):
 
 @pytest.mark.proves("002-hybrid-4")
 @stops
-async def test_order_is_kept_inside_a_priority(places, stop):
-    engine = await places.open(segment_bytes=500)
+async def test_order_within_a_priority_is_kept(store, stop):
+    engine = await store.open(segment_bytes=500)
     await engine.create("orders")
     for number in range(40):
         await engine.publish("orders", b"x" * 30, number % 3, message_id=f"{number:02}")
     before = [item.id for item in await engine.peek("orders", 100)]
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
 
     found = [(await take(engine, "orders")).message_id for _ in range(40)]
     assert found == before == sorted(before, key=lambda id: (-(int(id) % 3), id))
@@ -120,19 +122,19 @@ async def test_order_is_kept_inside_a_priority(places, stop):
 
 @pytest.mark.proves("002-delivery-2", "002-delivery-5")
 @stops
-async def test_what_was_held_comes_again_at_once_and_its_attempts_are_kept(places, stop):
-    engine = await places.open()
+async def test_messages_in_flight_are_redelivered_immediately_and_keep_their_attempts(store, stop):
+    engine = await store.open()
     await engine.create("orders")
     await engine.publish("orders", b"one", message_id="1")
     await engine.publish("orders", b"two", message_id="2")
     held = await take(engine, "orders", ack_deadline=3600)
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
 
     assert (await engine.stats("orders")).in_flight == 0
     again = await take(engine, "orders")
     assert (again.message_id, again.retry_count, again.body) == ("1", 1, b"one")
     assert (await take(engine, "orders")).retry_count == 0
-    with pytest.raises(LifecycleError):  # it belongs to an engine that is closed
+    with pytest.raises(LifecycleError):  # a delivery of the closed engine
         await held.ack()
     await again.ack()
     assert (await engine.stats("orders")).in_flight == 1
@@ -140,31 +142,31 @@ async def test_what_was_held_comes_again_at_once_and_its_attempts_are_kept(place
 
 @pytest.mark.proves("002-log-9", "002-delivery-3", "002-delivery-6")
 @stops
-async def test_what_is_settled_stays_settled(places, stop):
-    engine = await places.open(segment_bytes=300)
+async def test_settled_messages_stay_settled(store, stop):
+    engine = await store.open(segment_bytes=300)
     await engine.create("orders")
     for number in range(10):
         await engine.publish("orders", bytes(50), message_id=str(number))
     for _ in range(5):
         await (await take(engine, "orders")).ack()
     assert await engine.remove("orders", ["7", "8"]) == 2
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
     assert [item.id for item in await engine.peek("orders", 100)] == ["5", "6", "9"]
     assert await engine.purge("orders") == 3
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
     assert await engine.peek("orders", 100) == []
 
 
 @pytest.mark.proves("002-log-11")
 @stops
-async def test_the_last_delivery_in_flight_is_a_dead_letter_after_a_crash_only(places, stop):
-    engine = await places.open()
+async def test_the_last_allowed_delivery_is_dead_lettered_only_after_a_crash(store, stop):
+    engine = await store.open()
     await engine.create("orders", max_retries=1)
     await engine.publish("orders", b"poison", message_id="1")
     await (await take(engine, "orders")).nack()
     assert (await take(engine, "orders")).retry_count == 1
     letters: list[Any] = []
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
     engine.on_dead_letter(letters.append)
 
     if stop["kill"]:
@@ -176,7 +178,7 @@ async def test_the_last_delivery_in_flight_is_a_dead_letter_after_a_crash_only(p
             2,
             b"poison",
         )
-        engine = await places.again(**stop)
+        engine = await store.reopen(**stop)
         assert len(await engine.dead_letters("orders")) == 1
     else:
         assert (await take(engine, "orders")).retry_count == 2
@@ -184,23 +186,23 @@ async def test_the_last_delivery_in_flight_is_a_dead_letter_after_a_crash_only(p
 
 @pytest.mark.proves("002-delivery-2")
 @stops
-async def test_a_crash_before_the_last_delivery_is_one_delivery(places, stop):
-    engine = await places.open()
+async def test_each_restart_during_a_delivery_counts_as_one_attempt(store, stop):
+    engine = await store.open()
     await engine.create("orders", max_retries=2)
     await engine.publish("orders", b"poison")
     for retry in range(2):
         assert (await take(engine, "orders")).retry_count == retry
-        engine = await places.again(**stop)
+        engine = await store.reopen(**stop)
     assert (await take(engine, "orders")).retry_count == 2
 
 
 @stops
-async def test_a_delay_goes_on_while_the_engine_is_down(places, clock, stop):
-    engine = await places.open()
+async def test_a_delay_passes_while_the_engine_is_closed(store, clock, stop):
+    engine = await store.open()
     await engine.create("orders")
     for delay in (10, 20, 30):
         await engine.publish("orders", b"", delay=delay, message_id=str(delay))
-    engine = await places.again(**stop, down=15)
+    engine = await store.reopen(**stop, down=15)
 
     stats = await engine.stats("orders")
     assert (stats.depth, stats.scheduled) == (1, 2)
@@ -212,24 +214,24 @@ async def test_a_delay_goes_on_while_the_engine_is_down(places, clock, stop):
 
 @pytest.mark.proves("002-log-10")
 @stops
-async def test_a_backoff_goes_on_too(places, stop):
-    engine = await places.open()
+async def test_a_backoff_passes_while_the_engine_is_closed(store, stop):
+    engine = await store.open()
     await engine.create("orders", backoff=10)
     await engine.publish("orders", b"")
     await (await take(engine, "orders")).nack()
-    engine = await places.again(**stop, down=5)
+    engine = await store.reopen(**stop, down=5)
     assert await engine.consume("orders", timeout=4.9) is None
     assert (await take(engine, "orders", timeout=0.2)).retry_count == 1
 
 
 @stops
-async def test_a_life_goes_on_while_the_engine_is_down(places, clock, stop):
-    engine = await places.open()
+async def test_a_ttl_passes_while_the_engine_is_closed(store, clock, stop):
+    engine = await store.open()
     await engine.create("orders")
     for ttl in (10, 20, 3600):
         await engine.publish("orders", b"%d" % ttl, ttl=ttl, message_id=str(ttl))
     await engine.publish("orders", b"", delay=12, ttl=14, message_id="late")
-    engine = await places.again(**stop, down=15)
+    engine = await store.reopen(**stop, down=15)
 
     await clock.advance(0)
     letters = await engine.dead_letters("orders")
@@ -245,20 +247,20 @@ async def test_a_life_goes_on_while_the_engine_is_down(places, clock, stop):
 
 @pytest.mark.proves("002-log-11")
 @stops
-async def test_dead_letters_keep_their_facts_and_can_be_replayed(places, clock, stop):
-    engine = await places.open()
+async def test_dead_letters_keep_their_fields_and_can_be_replayed(store, clock, stop):
+    engine = await store.open()
     await engine.create("orders")
     await engine.publish("orders", b"one", 7, headers={"a": "b"}, key="k", message_id="1")
     await (await take(engine, "orders")).nack()
     await clock.advance(5)
     await (await take(engine, "orders")).nack(requeue=False)
     (before,) = await engine.dead_letters("orders")
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
 
     assert await engine.dead_letters("orders") == [before]
     assert (before.attempts, before.reason, before.priority) == (2, "ExplicitNack", 7)
     assert await engine.retry_dead_letters("orders") == 1
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
     assert await engine.dead_letters("orders") == []
     again = await take(engine, "orders")
     assert (again.message_id, again.retry_count, again.priority, again.key) == ("1", 0, 7, "k")
@@ -266,8 +268,8 @@ async def test_dead_letters_keep_their_facts_and_can_be_replayed(places, clock, 
 
 
 @stops
-async def test_a_group_declared_between_two_sends_of_one_turn_gets_the_second(places, stop):
-    engine = await places.open()
+async def test_a_group_declared_between_two_concurrent_sends_receives_only_the_second(store, stop):
+    engine = await store.open()
     await engine.create("news", broadcast=True)
     assert await engine.consume("news", group="a") is None
 
@@ -277,7 +279,7 @@ async def test_a_group_declared_between_two_sends_of_one_turn_gets_the_second(pl
 
     await asyncio.gather(engine.publish("news", b"1", message_id="1"), declare_and_publish())
 
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
     assert [(item.group, item.id) for item in await view(engine)] == [
         ("a", "1"),
         ("a", "2"),
@@ -286,17 +288,17 @@ async def test_a_group_declared_between_two_sends_of_one_turn_gets_the_second(pl
 
 
 @stops
-async def test_every_group_of_a_topic_has_its_own_share(places, stop):
-    engine = await places.open()
+async def test_every_group_of_a_topic_keeps_its_own_messages(store, stop):
+    engine = await store.open()
     await engine.create("news", broadcast=True)
-    await engine.publish("news", b"nobody", message_id="0")
+    await engine.publish("news", b"before any group", message_id="0")
     for group in ("a", "b"):
         assert await engine.consume("news", group=group) is None
     await engine.publish("news", b"one", message_id="1")
     await engine.publish("news", b"two", message_id="2")
     await (await take(engine, "news", group="a")).ack()
     await (await take(engine, "news", group="b")).nack(requeue=False)
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
 
     assert [(item.group, item.id, item.dead) for item in await view(engine)] == [
         ("a", "2", False),
@@ -305,9 +307,9 @@ async def test_every_group_of_a_topic_has_its_own_share(places, stop):
     ]
     await engine.publish("news", b"three", message_id="3")
     assert [(await take(engine, "news", group="b")).message_id for _ in "23"] == ["2", "3"]
-    assert await engine.consume("news", group="c") is None  # from its first declaration on
+    assert await engine.consume("news", group="c") is None  # receives only later messages
     assert await engine.retry_dead_letters("news") == 1
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
     assert {item.id for item in await engine.peek("news", 99) if item.headers[GROUP] == "b"} == {
         "1",
         "2",
@@ -318,8 +320,8 @@ async def test_every_group_of_a_topic_has_its_own_share(places, stop):
 
 
 @stops
-async def test_a_queue_keeps_its_options(places, clock, stop):
-    engine = await places.open()
+async def test_a_queue_keeps_its_options(store, clock, stop):
+    engine = await store.open()
     options: dict[str, Any] = {
         "max_depth": 2,
         "max_priority": 3,
@@ -331,7 +333,7 @@ async def test_a_queue_keeps_its_options(places, clock, stop):
     }
     await engine.create("orders", **options)
     await engine.create("empty", dead_letter=False)
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
 
     assert await engine.list() == ["empty", "orders"]
     await engine.publish("orders", b"1", message_id="1")
@@ -342,24 +344,24 @@ async def test_a_queue_keeps_its_options(places, clock, stop):
     await take(engine, "orders")
     await clock.advance(6)
     assert [item.message_id for item in await engine.dead_letters("orders")] == ["2"]
-    # The declarations of this run decide; the kind alone is given.
+    # A new declaration replaces the stored options, but a queue cannot become a topic.
     await engine.create("orders", **{**options, "max_depth": 7})
     with pytest.raises(ConfigError):
         await engine.create("empty", broadcast=True)
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
     assert engine.catalogue.find("orders", "look").config.max_depth == 7
     assert engine.catalogue.find("empty", "look").config.dead_letter is None
 
 
 @stops
-async def test_counters_begin_anew(places, stop):
-    engine = await places.open()
+async def test_counters_restart_at_zero(store, stop):
+    engine = await store.open()
     await engine.create("orders")
     for _ in range(3):
         await engine.publish("orders", b"")
     await (await take(engine, "orders")).ack()
     await take(engine, "orders")
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
 
     stats = await engine.stats("orders")
     totals = stats.published_total, stats.consumed_total, stats.acked_total, stats.nacked_total
@@ -369,17 +371,17 @@ async def test_counters_begin_anew(places, stop):
 
 
 @pytest.mark.proves("002-log-8")
-async def test_the_age_of_a_message_counts_from_its_send(places):
-    engine = await places.open()
+async def test_the_age_of_a_reopened_message_counts_from_its_send(store):
+    engine = await store.open()
     await engine.create("orders")
     await engine.publish("orders", b"")
-    engine = await places.again(down=100)
+    engine = await store.reopen(down=100)
     assert (await engine.stats("orders")).oldest_message_age_secs == pytest.approx(100)
 
 
 @stops
-async def test_a_queue_made_anew_under_its_old_name_has_nothing_of_the_first(places, stop):
-    engine = await places.open(segment_bytes=300)
+async def test_a_deleted_and_recreated_queue_is_empty(store, stop):
+    engine = await store.open(segment_bytes=300)
     await engine.create("orders")
     for number in range(5):
         await engine.publish("orders", b"old" * 20, message_id=str(number))
@@ -388,18 +390,18 @@ async def test_a_queue_made_anew_under_its_old_name_has_nothing_of_the_first(pla
     await engine.delete("orders")
     await engine.create("orders")
     await engine.publish("orders", b"new", message_id="new")
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
 
     assert [item.id for item in await engine.peek("orders", 9)] == ["new"]
     assert [item.message_id for item in await engine.dead_letters("orders")] == ["0"]
     await engine.delete("orders")
-    engine = await places.again(**stop)
+    engine = await store.reopen(**stop)
     assert await engine.list() == ["orders_dlq"]
     assert held.message_id == "1"
 
 
-async def test_settling_what_a_deleted_queue_gave_out_disturbs_nothing(places):
-    engine = await places.open()
+async def test_settling_a_delivery_of_a_deleted_queue_has_no_effect(store):
+    engine = await store.open()
     await engine.create("orders")
     await engine.create("others")
     await engine.publish("orders", b"x" * 100)
@@ -408,11 +410,11 @@ async def test_settling_what_a_deleted_queue_gave_out_disturbs_nothing(places):
     await engine.delete("orders")
     await held.ack()
     assert engine.storage.journal.held == 10
-    engine = await places.again(kill=True)
+    engine = await store.reopen(kill=True)
     assert [item.body for item in await view(engine)] == [b"y" * 10]
 
 
-async def test_what_was_sent_to_a_queue_while_it_is_deleted_leaves_nothing_behind(tmp_path):
+async def test_a_message_sent_while_its_queue_is_deleted_leaves_no_data(tmp_path):
     async with await Engine.open(tmp_path) as engine:
         await engine.create("orders")
         send = asyncio.ensure_future(engine.publish("orders", b"x" * 100))
@@ -425,7 +427,7 @@ async def test_what_was_sent_to_a_queue_while_it_is_deleted_leaves_nothing_behin
 
 
 class GatedDisk(Disk):
-    """A disk on which writes wait at a gate."""
+    """A disk whose writes block until a gate is opened."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -441,8 +443,8 @@ class GatedDisk(Disk):
         return super().write(fd, data, offset)
 
 
-async def test_two_who_create_a_queue_at_once_may_both_rely_on_it(tmp_path):
-    """The second has nothing to write, but must wait for what the first wrote."""
+async def test_two_concurrent_creates_both_wait_until_the_queue_is_written(tmp_path):
+    """The second call writes nothing, but must wait for the first call's record."""
     disk = GatedDisk(tmp_path)
     engine = Engine()
     await engine.attach(Storage(disk, clock=engine.clock))
@@ -460,10 +462,10 @@ async def test_two_who_create_a_queue_at_once_may_both_rely_on_it(tmp_path):
     assert not early
 
 
-async def test_nothing_is_done_by_a_closed_engine(places):
-    engine = await places.open()
+async def test_a_closed_engine_rejects_all_calls(store):
+    engine = await store.open()
     await engine.create("orders")
-    await places.again()
+    await store.reopen()
     for work in (
         engine.publish("orders", b""),
         engine.consume("orders"),
@@ -474,7 +476,7 @@ async def test_nothing_is_done_by_a_closed_engine(places):
             await work
 
 
-async def test_opening_fails_and_lets_the_directory_go(tmp_path):
+async def test_a_failed_open_unlocks_the_directory(tmp_path):
     async with await Engine.open(tmp_path) as engine:
         await engine.create("orders")
         for number in range(3):
@@ -493,13 +495,13 @@ async def test_opening_fails_and_lets_the_directory_go(tmp_path):
 
 @pytest.mark.proves("002-compaction-1", "002-compaction-7")
 @pytest.mark.parametrize("kill", [False, True])
-async def test_compaction_keeps_what_became_of_those_that_stay(places, clock, kill):
-    """Deliveries, backoffs, burials and removals of messages whose segments are written anew."""
-    engine = await places.open(segment_bytes=600)
+async def test_compaction_keeps_the_state_of_live_messages(store, clock, kill):
+    """Deliveries, backoffs, dead letters and removals survive a rewrite of their segments."""
+    engine = await store.open(segment_bytes=600)
     await engine.create("orders", backoff=100, max_backoff=1000, max_retries=2)
 
-    async def crowd() -> None:
-        """Many that are soon done with, so that their segments are worth writing anew."""
+    async def publish_and_ack() -> None:
+        """Publish and ack ten messages, then compact the log."""
         for _ in range(10):
             await engine.publish("orders", bytes(100), 9)
         for _ in range(10):
@@ -508,20 +510,20 @@ async def test_compaction_keeps_what_became_of_those_that_stay(places, clock, ki
 
     for id in ("backoff", "dead", "removed", "held", "fresh"):
         await engine.publish("orders", id.encode() * 5, 5, message_id=id)
-        await crowd()
+        await publish_and_ack()
     await (await take(engine, "orders")).nack()
-    await crowd()
+    await publish_and_ack()
     await (await take(engine, "orders")).nack(requeue=False)
-    await crowd()
+    await publish_and_ack()
     await engine.remove("orders", ["removed"])
-    await crowd()
+    await publish_and_ack()
     assert (await take(engine, "orders", ack_deadline=1000)).message_id == "held"
-    await crowd()
-    before = len(places.disk.files())
+    await publish_and_ack()
+    before = len(store.disk.files())
     for _ in range(3):
-        await crowd()
-    assert len(places.disk.files()) < before + 5
-    engine = await places.again(kill=kill)
+        await publish_and_ack()
+    assert len(store.disk.files()) < before + 5
+    engine = await store.reopen(kill=kill)
 
     found = {(item.id, item.attempt, item.dead) for item in await view(engine)}
     assert found == {
@@ -536,13 +538,13 @@ async def test_compaction_keeps_what_became_of_those_that_stay(places, clock, ki
     assert (await engine.stats("orders")).depth == 3
 
 
-# A service on it
+# Services
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["waits", "blocks"])
-async def test_a_handler_that_outlives_ten_leases_runs_once(tmp_path, how):
-    """By the real clock; a second service would take what comes back."""
+async def test_a_handler_that_runs_longer_than_ten_leases_runs_once(tmp_path, how):
+    """Use the real clock and a second service, which would receive a redelivery."""
     engine = await Engine.open(tmp_path)
     runs: list[int] = []
 
@@ -553,7 +555,7 @@ async def test_a_handler_that_outlives_ten_leases_runs_once(tmp_path, how):
             await asyncio.sleep(1.2)
         else:
             for _ in range(3):
-                time.sleep(0.4)  # noqa: ASYNC251  that is the point
+                time.sleep(0.4)  # noqa: ASYNC251  blocking is the point of the test
                 await asyncio.sleep(0)
 
     services = [make_service(handle, backend=NativeBackend(engine=engine)) for _ in range(2)]
@@ -571,7 +573,7 @@ async def test_a_handler_that_outlives_ten_leases_runs_once(tmp_path, how):
         assert await view(engine) == []
 
 
-async def test_limits_that_change_while_a_message_is_on_its_way_do_not_refuse_it(tmp_path):
+async def test_a_limit_lowered_during_a_write_does_not_reject_the_message(tmp_path):
     async with await Engine.open(tmp_path) as engine:
         await engine.create("orders", max_priority=9, max_depth=2)
         sends = [asyncio.ensure_future(engine.publish("orders", b"", 9)) for _ in range(2)]
@@ -595,7 +597,7 @@ def limits(engine: Engine, name: str) -> tuple[int, int, float, int | None, str 
     )
 
 
-async def test_what_no_declaration_set_follows_the_settings_of_the_owner(tmp_path):
+async def test_undeclared_fields_follow_the_settings_of_the_owner(tmp_path):
     async with await Engine.open(tmp_path) as engine:
         engine.catalogue.declare("plain", {}, defaults={"dead_letter": "plain_dlq"})
         engine.catalogue.declare("named", {"max_priority": 9, "max_deliveries": 4})
@@ -609,12 +611,12 @@ async def test_what_no_declaration_set_follows_the_settings_of_the_owner(tmp_pat
             assert limits(engine, "named") == (50, 9, 5, 4, None)
             assert limits(engine, "none") == (50, 20, 30.0, None, None)
             engine.catalogue.declare("none", {}, defaults={"dead_letter": "none_dlq"})
-            assert limits(engine, "none")[-1] is None, "its consumer wanted none"
+            assert limits(engine, "none")[-1] is None, "a default replaced a declared None"
             assert limits(engine, "own")[0] == 7
-            await engine.storage.maintain()  # the second time it comes from a snapshot
+            await engine.storage.maintain()  # so that the second round reads a snapshot
 
 
-async def test_a_record_of_the_first_version_sets_what_is_not_the_default(tmp_path):
+async def test_a_record_of_version_0_1_sets_only_non_default_fields(tmp_path):
     async with await Engine.open(tmp_path) as engine:
         journal = engine.storage.journal
         journal.declare("old", None, asdict(QueueConfig(max_priority=3, max_deliveries=3)))

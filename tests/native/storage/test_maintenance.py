@@ -1,4 +1,4 @@
-"""What tidying, closing and the keeper do in moments that are rare."""
+"""Edge cases of compaction, the maintenance task and closing."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.support.engines import open_engine
 
 async def until(condition: Callable[[], object], pause: float = 0.005) -> None:
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  what is waited for happens on a disk
+        while not condition():  # noqa: ASYNC110  no event signals the condition
             await asyncio.sleep(pause)
 
 
-async def held(engine: Engine, queue: str) -> list[str]:
+async def message_ids(engine: Engine, queue: str) -> list[str]:
     return [item.id for item in await engine.peek(queue, 1_000)]
 
 
-async def test_a_few_large_messages_among_small_ones_do_not_make_one_huge_segment() -> None:
+async def test_compaction_limits_the_size_of_a_segment_with_large_messages() -> None:
     with VirtualClock() as clock:
         disk = SimulatedDisk()
         engine = await open_engine(disk, clock, segment_bytes=10_000)
@@ -52,7 +52,7 @@ async def test_a_few_large_messages_among_small_ones_do_not_make_one_huge_segmen
         await engine.aclose()
 
 
-async def test_a_dead_letter_of_a_deleted_queue_does_not_come_back_to_life() -> None:
+async def test_a_deleted_dead_letter_does_not_reappear_after_compaction() -> None:
     with VirtualClock() as clock:
         disk = SimulatedDisk()
         engine = await open_engine(disk, clock, segment_bytes=4_096)
@@ -62,16 +62,16 @@ async def test_a_dead_letter_of_a_deleted_queue_does_not_come_back_to_life() -> 
         await engine.publish("orders", b"", message_id="first")
         first = await engine.consume("orders")
         assert first is not None
-        await first.nack(requeue=False)  # which makes its queue, in the first segment
+        await first.nack(requeue=False)  # creates the dead-letter queue in the first segment
         for _ in range(4):
             await engine.publish("junk", bytes(1_500))
         await rotate()
-        for id in ("victim", "a", "b", "c"):
+        for id in ("dead", "a", "b", "c"):
             await engine.publish("orders", bytes(1_200), message_id=id)
         await rotate()
-        victim = await engine.consume("orders")
-        assert victim is not None
-        await victim.nack(requeue=False)
+        delivery = await engine.consume("orders")
+        assert delivery is not None
+        await delivery.nack(requeue=False)
         for id in ("d", "e", "f"):
             await engine.publish("orders", bytes(1_200), message_id=id)
         await rotate()
@@ -80,14 +80,14 @@ async def test_a_dead_letter_of_a_deleted_queue_does_not_come_back_to_life() -> 
         await engine.storage.maintain(rotate=False)
         await engine.aclose()
         files = disk.files()
-        for some in (files, {n: data for n, data in files.items() if ".snap" not in n}):
-            engine = await open_engine(SimulatedDisk(some), clock)
-            assert await held(engine, "orders") == ["a", "b", "c", "d", "e", "f"]
+        for disk_files in (files, {n: data for n, data in files.items() if ".snap" not in n}):
+            engine = await open_engine(SimulatedDisk(disk_files), clock)
+            assert await message_ids(engine, "orders") == ["a", "b", "c", "d", "e", "f"]
             assert "orders_dlq" not in await engine.list()
             await engine.aclose()
 
 
-async def test_a_message_that_is_tried_for_ever_does_not_fill_the_disk() -> None:
+async def test_a_message_that_is_retried_forever_does_not_fill_the_disk() -> None:
     with VirtualClock() as clock:
         disk = SimulatedDisk()
         engine = await open_engine(disk, clock, segment_bytes=4_000)
@@ -110,7 +110,7 @@ async def test_a_message_that_is_tried_for_ever_does_not_fill_the_disk() -> None
         await engine.aclose()
 
 
-async def test_segments_are_removed_one_by_one_the_oldest_first(tmp_path: Path) -> None:
+async def test_segments_are_removed_and_synced_one_by_one_oldest_first(tmp_path: Path) -> None:
     calls: list[str] = []
 
     class Watched(Disk):
@@ -133,7 +133,7 @@ async def test_segments_are_removed_one_by_one_the_oldest_first(tmp_path: Path) 
     await log.close()
 
 
-async def test_a_consumer_that_the_disk_refused_passes_its_call_on() -> None:
+async def test_a_consumer_rejected_by_a_full_disk_passes_its_wake_up_on() -> None:
     with VirtualClock() as clock:
         disk = SimulatedDisk()
         engine = await open_engine(disk, clock)
@@ -141,7 +141,7 @@ async def test_a_consumer_that_the_disk_refused_passes_its_call_on() -> None:
         waiting = [asyncio.create_task(engine.consume("orders", timeout=60)) for _ in range(2)]
         await asyncio.sleep(0)
         log = engine.storage.log
-        log.writer.deferred_records = 1  # as after a refusal, before the next attempt
+        log.writer.deferred_records = 1  # as after a failed write, before the next attempt
         engine.catalogue.queue("orders", "test").put(clock.monotonic(), "1", b"", seq=1)
         done, _ = await asyncio.wait(waiting, timeout=1)
         assert len(done) == 2
@@ -150,50 +150,50 @@ async def test_a_consumer_that_the_disk_refused_passes_its_call_on() -> None:
         await engine.aclose()
 
 
-async def test_a_close_that_was_given_up_comes_to_its_end(tmp_path: Path) -> None:
+async def test_a_cancelled_close_still_finishes(tmp_path: Path) -> None:
     engine = await Engine.open(tmp_path)
     await engine.create("orders")
-    storage, begun, go_on = engine.storage, asyncio.Event(), asyncio.Event()
+    storage, started, resume = engine.storage, asyncio.Event(), asyncio.Event()
     close = storage.log.close
 
-    async def slow() -> None:
-        begun.set()
-        await go_on.wait()
+    async def slow_close() -> None:
+        started.set()
+        await resume.wait()
         await close()
 
-    storage.log.close = slow  # type: ignore[method-assign]
+    storage.log.close = slow_close  # type: ignore[method-assign]
     closing = asyncio.create_task(engine.aclose())
-    await begun.wait()
+    await started.wait()
     closing.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await closing
-    go_on.set()
+    resume.set()
     await engine.aclose()
     async with await Engine.open(tmp_path) as again:
         assert await again.list() == ["orders"]
 
 
-async def test_the_keeper_survives_whatever_goes_wrong(
+async def test_the_maintenance_task_survives_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("qkit.native.storage.storage.CHECK_INTERVAL_SECONDS", 0.005)
     failures = 0
 
-    def broken(self: Storage) -> list[str]:
+    def failing(self: Storage) -> list[str]:
         nonlocal failures
         failures += 1
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(Storage, "waiting", broken)
+    monkeypatch.setattr(Storage, "waiting", failing)
     async with await Engine.open(tmp_path) as engine:
-        keeper = engine.storage._maintenance_task
-        assert keeper is not None
+        task = engine.storage._maintenance_task
+        assert task is not None
         await until(lambda: failures >= 3)
-        assert not keeper.done()
-    assert "a bulk file could not be taken in" in caplog.text
+        assert not task.done()
+    assert "a bulk file could not be imported" in caplog.text
 
 
-async def test_the_keeper_tidies_when_nothing_is_written(
+async def test_the_maintenance_task_runs_when_the_log_is_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkit.native.storage.storage.CHECK_INTERVAL_SECONDS", 0.01)
@@ -208,18 +208,18 @@ async def test_the_keeper_tidies_when_nothing_is_written(
         await until(lambda: sum(file.stat().st_size for file in log.glob("*.seg")) < 20_000)
 
 
-async def test_a_bulk_file_whose_taking_is_cancelled_is_taken_once(tmp_path: Path) -> None:
+async def test_a_cancelled_import_still_imports_the_file_once(tmp_path: Path) -> None:
     with BulkWriter(tmp_path, "load", 0) as part:
         for _ in range(10):
             part.put("orders", b"")
     commit(tmp_path, "load")
     engine = await Engine.open(tmp_path)
     await engine.create("orders")
-    taking = asyncio.create_task(engine.import_bulk_files())
+    importing = asyncio.create_task(engine.import_bulk_files())
     await until(engine.storage._import_lock.locked, pause=0)
-    taking.cancel()
+    importing.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await taking
+        await importing
     await engine.import_bulk_files()
     assert (await engine.stats("orders")).depth == 10
     await engine.aclose()

@@ -1,4 +1,4 @@
-"""Bodies beyond ``memory_limit`` stay on the disk, and are read back right."""
+"""Bodies above ``memory_limit`` stay on disk and are read when they are needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from qkit.native import Engine
 from qkit.native.delivery import Delivery
-from tests.support.books import body_of
+from tests.support.crash_model import body_of
 from tests.support.disk import SimulatedDisk
 from tests.support.engines import held_bytes, open_engine
 
@@ -43,8 +43,8 @@ async def take(engine: Engine, queue: str = "orders", **options: Any) -> Deliver
     "002-hybrid-2", "002-hybrid-5", "002-compaction-11", "002-performance-6", "002-testing-11"
 )
 @pytest.mark.parametrize("limit", [0, LIMIT, 1 << 30])
-async def test_a_queue_larger_than_the_limit(tmp_path, limit):
-    """In a real directory, with segments ending, consumers at work and compaction under them."""
+async def test_a_queue_larger_than_the_memory_limit_delivers_all_bodies(tmp_path, limit):
+    """Use a real directory with several segments, consumers and concurrent compaction."""
     engine = await open_engine(tmp_path, memory_limit=limit, segment_bytes=20_000, fsync="never")
     await engine.create("orders")
     await fill(engine, 600)
@@ -60,27 +60,27 @@ async def test_a_queue_larger_than_the_limit(tmp_path, limit):
             await delivery.ack()
             in_flight -= 1
 
-    async def tidy() -> None:
+    async def maintain() -> None:
         for _ in range(5):
             await engine.storage.maintain()
             await asyncio.sleep(0.001)
 
-    await asyncio.gather(*(consumer() for _ in range(8)), tidy())
+    await asyncio.gather(*(consumer() for _ in range(8)), maintain())
     assert held_bytes(engine) == 0
     await engine.aclose()
 
 
 @pytest.mark.proves("002-index-3", "002-hybrid-4")
-@pytest.mark.parametrize("tidy", [False, True])
+@pytest.mark.parametrize("maintain", [False, True])
 @pytest.mark.parametrize("limit", [0, LIMIT, 1 << 30])
-async def test_a_queue_larger_than_the_limit_is_opened_again(clock, limit, tidy):
+async def test_a_queue_larger_than_the_memory_limit_can_be_reopened(clock, limit, maintain):
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock, memory_limit=limit, segment_bytes=20_000)
     await engine.create("orders")
     await fill(engine, 300)
     for _ in range(50):
         await (await take(engine)).ack()
-    if tidy:
+    if maintain:
         await engine.storage.maintain()
     await engine.aclose()
     engine = await open_engine(
@@ -90,7 +90,7 @@ async def test_a_queue_larger_than_the_limit_is_opened_again(clock, limit, tidy)
     assert [item.body for item in await engine.peek("orders", 1000)] == [
         body(number) for number in range(50, 300)
     ]
-    assert held_bytes(engine) <= limit  # looking keeps nothing
+    assert held_bytes(engine) <= limit  # peek keeps no body in memory
     for number in range(50, 300):
         delivery = await take(engine)
         assert delivery.message_id == str(number)
@@ -100,7 +100,7 @@ async def test_a_queue_larger_than_the_limit_is_opened_again(clock, limit, tidy)
     await engine.aclose()
 
 
-async def test_what_is_given_back_above_the_limit_is_let_go(clock):
+async def test_bodies_of_released_messages_above_the_limit_are_removed_from_memory(clock):
     engine = await open_engine(SimulatedDisk(), clock, memory_limit=LIMIT)
     await engine.create("orders", max_retries=None)
     await fill(engine, 100)
@@ -119,7 +119,9 @@ async def test_what_is_given_back_above_the_limit_is_let_go(clock):
     await engine.aclose()
 
 
-async def test_what_comes_back_by_a_lost_lease_above_the_limit_is_let_go_too(clock):
+async def test_bodies_of_messages_with_expired_leases_above_the_limit_are_removed_from_memory(
+    clock,
+):
     engine = await open_engine(SimulatedDisk(), clock, memory_limit=LIMIT)
     await engine.create("orders", max_retries=None)
     await fill(engine, 100)
@@ -132,7 +134,7 @@ async def test_what_comes_back_by_a_lost_lease_above_the_limit_is_let_go_too(clo
     assert held <= LIMIT
 
 
-async def test_dead_letters_stay_within_the_limit(clock):
+async def test_dead_letters_stay_within_the_memory_limit(clock):
     engine = await open_engine(SimulatedDisk(), clock, memory_limit=LIMIT)
     await engine.create("orders")
     for number in range(100):
@@ -146,7 +148,7 @@ async def test_dead_letters_stay_within_the_limit(clock):
     assert held <= LIMIT
 
 
-async def test_every_way_out_gives_the_memory_back(clock):
+async def test_every_removal_frees_memory(clock):
     engine = await open_engine(SimulatedDisk(), clock, memory_limit=LIMIT)
     await engine.create("orders", max_retries=0)
     await engine.create("news", broadcast=True)
@@ -180,7 +182,7 @@ async def test_every_way_out_gives_the_memory_back(clock):
 
 
 @pytest.mark.proves("002-performance-8", "002-improvements-1")
-async def test_a_lease_that_ends_while_its_body_is_read_costs_nothing(tmp_path):
+async def test_a_lease_that_expires_during_a_read_loses_no_message(tmp_path):
     engine = await open_engine(tmp_path, memory_limit=0)
     await engine.create("orders")
     await fill(engine, 1)
@@ -208,7 +210,7 @@ async def test_a_lease_that_ends_while_its_body_is_read_costs_nothing(tmp_path):
     assert held == 0
 
 
-async def test_a_consumer_that_gives_up_while_a_body_is_read_costs_nothing(tmp_path):
+async def test_a_consumer_cancelled_during_a_read_loses_no_message(tmp_path):
     print("seed", SEED)
     random = Random(SEED)
     engine = await open_engine(tmp_path, memory_limit=0, fsync="never")
@@ -231,7 +233,7 @@ async def test_a_consumer_that_gives_up_while_a_body_is_read_costs_nothing(tmp_p
 
 
 @pytest.mark.proves("002-performance-6", "002-place-2", "002-place-5")
-async def test_memory_is_really_bounded(tmp_path):
+async def test_process_memory_stays_within_the_limit(tmp_path):
     size, count, limit = 20_000, 1_000, 1 << 20
     engine = await open_engine(tmp_path, memory_limit=limit, fsync="never")
     await engine.create("orders")
@@ -256,7 +258,7 @@ async def test_memory_is_really_bounded(tmp_path):
 
 
 @pytest.mark.proves("002-compaction-4")
-async def test_bodies_are_right_whatever_compaction_does(clock):
+async def test_bodies_are_correct_during_compaction(clock):
     print("seed", SEED)
     random = Random(SEED)
     disk = SimulatedDisk()

@@ -1,4 +1,4 @@
-"""Compaction and snapshots: whatever they do, the log says the same."""
+"""Compaction and snapshots do not change the state that recovery restores."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ SEED = 20261116
 QUEUES = ("a", "b", "a_dlq")
 
 
-async def opened(disk: SimulatedDisk, clock: VirtualClock, **options: object) -> Engine:
+async def open_storage_engine(
+    disk: SimulatedDisk, clock: VirtualClock, **options: object
+) -> Engine:
     engine = Engine(clock=clock)
     values: dict[str, object] = {"segment_bytes": 2_000, "memory_limit": 500} | options
-    await engine.attach(Storage(disk, clock=clock, **values))  # type: ignore[arg-type]  # any
+    await engine.attach(Storage(disk, clock=clock, **values))  # type: ignore[arg-type]  # values of several types
     return engine
 
 
 async def contents(engine: Engine) -> dict[str, list[Envelope]]:
-    """Everything that is in the engine, as it would be after a restart."""
+    """Release all leases and return the messages of each queue, as after a restart."""
     for actor in engine.catalogue.all_actors():
         for message in list(actor.state.leases):
             actor.release(message.state)
@@ -38,7 +40,7 @@ async def contents(engine: Engine) -> dict[str, list[Envelope]]:
 
 
 async def history(engine: Engine, random: Random, steps: int) -> None:
-    """Some hours in the life of three queues and a topic with two groups."""
+    """Run random steps on three queues and a topic with two groups."""
     names = await engine.list()
     if "a" not in names:
         await engine.create("a", max_retries=2)
@@ -84,7 +86,7 @@ async def rare_step(engine: Engine, chance: float) -> None:
         await engine.delete("spare")
     elif chance < 0.2:
         await engine.create("spare")
-        await engine.publish("spare", b"here and gone")
+        await engine.publish("spare", b"deleted soon")
 
 
 def without_snapshots(disk: SimulatedDisk) -> SimulatedDisk:
@@ -93,12 +95,12 @@ def without_snapshots(disk: SimulatedDisk) -> SimulatedDisk:
 
 @pytest.mark.proves("002-hybrid-7", "002-compaction-1", "002-compaction-2", "002-summary-1")
 @pytest.mark.parametrize("number", range(12))
-async def test_a_tidied_log_says_what_the_engine_holds(number: int) -> None:
+async def test_a_compacted_log_recovers_the_state_of_the_engine(number: int) -> None:
     print("seed", SEED, number)
     random = Random(SEED + number)
     with VirtualClock() as clock:
         disk = SimulatedDisk()
-        engine = await opened(disk, clock)
+        engine = await open_storage_engine(disk, clock)
         before = 0
         for _ in range(6):
             await history(engine, random, random.choice((20, 60, 150)))
@@ -107,13 +109,13 @@ async def test_a_tidied_log_says_what_the_engine_holds(number: int) -> None:
                 await engine.storage.maintain(rotate=random.random() < 0.5)
             if random.random() < 0.3:
                 await engine.aclose()
-                engine = await opened(disk, clock)
+                engine = await open_storage_engine(disk, clock)
         if random.random() < 0.5:
             await engine.storage.maintain()
         expected = await contents(engine)
         await engine.aclose()
         for copy in (SimulatedDisk(disk.files()), without_snapshots(disk)):
-            again = await opened(copy, clock)
+            again = await open_storage_engine(copy, clock)
             assert await contents(again) == expected
             assert not again.storage.damage
             await again.aclose()
@@ -121,9 +123,9 @@ async def test_a_tidied_log_says_what_the_engine_holds(number: int) -> None:
 
 
 @pytest.mark.proves("002-compaction-2", "002-compaction-6", "002-compaction-7", "002-compaction-13")
-async def test_what_is_settled_leaves_the_disk(disk: SimulatedDisk) -> None:
+async def test_compaction_removes_settled_messages_from_the_disk(disk: SimulatedDisk) -> None:
     with VirtualClock() as clock:
-        engine = await opened(disk, clock)
+        engine = await open_storage_engine(disk, clock)
         await engine.create("a")
         for _ in range(200):
             await engine.publish("a", bytes(100))
@@ -137,7 +139,7 @@ async def test_what_is_settled_leaves_the_disk(disk: SimulatedDisk) -> None:
         assert sum(map(len, disk.files().values())) < full / 10
         await engine.publish("a", b"last")
         await engine.aclose()
-        engine = await opened(SimulatedDisk(disk.files()), clock)
+        engine = await open_storage_engine(SimulatedDisk(disk.files()), clock)
         assert [item.body for item in await engine.peek("a", 10)] == [b"last"]
         await engine.aclose()
 

@@ -1,4 +1,4 @@
-"""What two or more backends need.
+"""Code that two or more backends share.
 
-May import: ``backend``, ``settings`` and what lies below them; no driver.
+May import: ``backend``, ``settings`` and the packages below them; no driver.
 """

@@ -1,4 +1,4 @@
-"""``Arrivals``: items that a broker delivered, until a ``receive`` takes them."""
+"""Buffer that holds delivered items until ``receive`` takes them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ T = TypeVar("T")
 
 
 class Arrivals(Generic[T]):
-    """The queue between a driver that delivers and the callers of ``receive``.
+    """FIFO buffer between a driver and the callers of ``receive``.
 
-    ``take`` removes items and returns in one step of the loop: a cancelled ``take`` has taken
-    nothing.
+    ``take`` does not await between removing items and returning them, so cancelling it loses no
+    items.
 
     Args:
-        unclaimed: Called with all items, oldest first, that waited ``after`` seconds while no
-            caller was in ``take``. They are removed. By default items wait without limit.
-        after: Seconds; with 0 ``unclaimed`` is called at once. After a ``take`` that left items it
-            may be up to twice as many.
-        busy: While it returns true, unclaimed items wait for another ``after`` seconds.
-        left: Called when the last caller has left ``take``.
-        order: Key of an item in the order of delivery, for ``put_back``. By default an item that
-            is put back goes to the front.
+        unclaimed: Called with all items, oldest first, when no ``take`` has been running for
+            ``after`` seconds. The items are removed. By default items stay until they are taken.
+        after: Seconds before ``unclaimed`` is called; 0 (default) calls it immediately. The delay
+            can be up to twice as long if a ``take`` left items in the buffer.
+        busy: Predicate that is checked before ``unclaimed`` is called; if it returns true, the
+            items stay for another ``after`` seconds.
+        left: Called when the last running ``take`` ends.
+        order: Sort key for delivery order, used by ``put_back``. By default ``put_back`` inserts
+            an item at the front.
+
+    Attributes:
+        receivers: Number of running ``take`` calls.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class Arrivals(Generic[T]):
         left: Callable[[], None] | None = None,
         order: Callable[[T], float] | None = None,
     ) -> None:
-        self.receivers = 0  # callers in ``take``
+        self.receivers: int = 0
         self._items: deque[T] = deque()
         self._changed = asyncio.Event()
         self._stopped = False
@@ -48,61 +52,68 @@ class Arrivals(Generic[T]):
         self._busy = busy
         self._left = left
         self._order = order
-        self._takes = 0  # calls of ``take``
-        self._timer: asyncio.TimerHandle | None = None  # a ``take`` leaves it: cheaper
+        self._takes = 0  # ``take`` calls so far
+        # ``take`` does not cancel this timer, because comparing ``_takes`` on expiry is cheaper.
+        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, items: Iterable[T]) -> None:
-        """Add items behind those that wait."""
+        """Add items at the end."""
         self._items.extend(items)
         self._added()
 
     def put_back(self, item: T) -> None:
-        """Return an item that was taken to its place in the order of delivery."""
-        place = 0
+        """Return a taken item to its place in delivery order."""
+        index = 0
         if self._order is not None:
             key = self._order(item)
-            while place < len(self._items) and self._order(self._items[place]) < key:
-                place += 1
-        self._items.insert(place, item)
+            while index < len(self._items) and self._order(self._items[index]) < key:
+                index += 1
+        self._items.insert(index, item)
         self._added()
 
     def wake(self) -> None:
-        """Let every caller of ``take`` ask again."""
+        """Wake every waiting ``take``; it calls its ``fetch`` again if the buffer is empty."""
         self._changed.set()
 
     def stop(self) -> None:
-        """From now on ``take`` returns nothing; items that wait are for ``drain``."""
+        """Make ``take`` return an empty list from now on; only ``drain`` returns buffered items."""
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
         self._changed.set()
 
     def fail(self, error: Exception, *, drop: bool) -> None:
-        """Let ``take`` raise ``error``: at once with ``drop``, else once no items wait."""
+        """Make ``take`` raise ``error``.
+
+        Args:
+            error: Exception to raise.
+            drop: Discard the buffered items and raise immediately; otherwise raise after they are
+                taken.
+        """
         if drop:
             self._items.clear()
         self._error = error
         self._changed.set()
 
     def drain(self) -> list[T]:
-        """Remove and return all items that wait, oldest first."""
+        """Remove and return all items, oldest first."""
         items = list(self._items)
         self._items.clear()
         return items
 
-    async def take(self, limit: int, ask: Callable[[int], None] | None = None) -> list[T]:
-        """Wait for items and return up to ``limit`` of them; none once stopped.
+    async def take(self, limit: int, fetch: Callable[[int], None] | None = None) -> list[T]:
+        """Wait for items and return up to ``limit`` of them, or an empty list after ``stop``.
 
         Args:
-            limit: How many to take at most.
-            ask: Called with ``limit`` whenever nothing waits. It may start a fetch and must not
-                wait.
+            limit: Maximum number of items.
+            fetch: Called with ``limit`` whenever the buffer is empty, for example to start a
+                fetch. It must not block.
 
         Raises:
-            Exception: The error given to ``fail``.
+            Exception: The error passed to ``fail``.
         """
         self.receivers += 1
         self._takes += 1
@@ -113,8 +124,8 @@ class Arrivals(Generic[T]):
                 if self._error is not None:
                     raise self._error
                 self._changed.clear()
-                if ask is not None:
-                    ask(limit)
+                if fetch is not None:
+                    fetch(limit)
                 await self._changed.wait()
             return []
         finally:
@@ -135,7 +146,7 @@ class Arrivals(Generic[T]):
             self._watch_unclaimed()
 
     def _watch_unclaimed(self) -> None:
-        """Items wait and no caller is in ``take``: give them back later, or now."""
+        """Pass buffered items to ``unclaimed``, now or after ``after`` seconds."""
         if self._unclaimed is None or not self._items or self._stopped:
             return
         if self._after <= 0:

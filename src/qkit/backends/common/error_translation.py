@@ -12,14 +12,14 @@ __all__ = ["ErrorTranslator"]
 
 
 class ErrorTranslator:
-    """Translates the errors of one driver.
+    """Translator from the errors of one driver to ``QueueError``.
 
     Args:
-        backend: Name of the backend, for the errors.
-        drivers: Exceptions that the driver may raise.
-        meaning: Returns the kind and the text of the ``QueueError`` for an exception.
-        is_driver_cancellation: Tells whether a ``CancelledError`` comes from the driver and is an
-            error too. By default none does.
+        backend: Name of the backend, shown in the errors.
+        drivers: Exception types that the driver may raise.
+        meaning: Returns the class and the text of the ``QueueError`` for an exception.
+        is_driver_cancellation: Returns whether the driver, and not a cancelled task, raised the
+            current ``CancelledError``. By default a ``CancelledError`` is never translated.
 
     >>> translate_errors = ErrorTranslator("redis", (OSError,), lambda e: (QueueError, str(e)))
     >>> with translate_errors("publish", "orders"):
@@ -44,19 +44,19 @@ class ErrorTranslator:
         self._is_driver_cancellation = is_driver_cancellation
 
     def __call__(self, operation: str, queue: str | None = None) -> _Translation:
-        """Return a context manager that raises the driver's errors translated.
+        """Return a context manager that translates the driver's errors.
 
-        It is synchronous and may enclose ``await``. A ``QueueError`` passes unchanged.
+        Use it with a plain ``with``, which may enclose ``await``. A ``QueueError`` is not changed.
         """
         return _Translation(self, operation, queue)
 
     def error(self, exc: BaseException, operation: str, queue: str | None = None) -> QueueError:
-        """Return the ``QueueError`` for an error of the driver, with that error as its cause."""
+        """Return the ``QueueError`` for a driver error, with that error as its cause."""
         kind, text = self._meaning(exc)
         return kind(text, backend=self._backend, operation=operation, queue=queue, cause=exc)
 
     def translates(self, exc: BaseException) -> bool:
-        """Return whether ``exc`` is an error of the driver."""
+        """Return whether ``exc`` is a driver error that must be translated."""
         if isinstance(exc, asyncio.CancelledError):
             return self._is_driver_cancellation is not None and self._is_driver_cancellation()
         return isinstance(exc, self._drivers) and not isinstance(exc, QueueError)

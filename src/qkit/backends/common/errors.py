@@ -1,4 +1,4 @@
-"""Errors that several backends raise with the same text."""
+"""Constructors for errors that several backends raise."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["lease_lost", "queue_full", "subscription_broke"]
 
 
 def lease_lost(backend: str, operation: str, delivery: Delivery) -> AckDeadlineExceeded:
-    """Return the error for settling or extending a delivery whose lease has ended."""
+    """Return the error for settling or extending a delivery whose lease has expired."""
     return AckDeadlineExceeded(
-        "the lease of this delivery is lost, the message may be with another consumer: "
-        "extend the lease while working, or raise ack_deadline",
+        "the lease of this delivery has expired, and another consumer may have the message: "
+        "extend the lease while the handler runs, or raise ack_deadline",
         backend=backend,
         operation=operation,
         queue=delivery.queue,
@@ -21,9 +21,9 @@ def lease_lost(backend: str, operation: str, delivery: Delivery) -> AckDeadlineE
 
 
 def queue_full(backend: str, queue: str, message_id: str) -> QueueFull:
-    """Return the error for a message that a queue at its ``max_depth`` does not take."""
+    """Return the error for a message that exceeds the ``max_depth`` of its queue."""
     return QueueFull(
-        "the queue holds as many messages as it may: consume or purge some, or raise max_depth",
+        "the queue is full: consume or purge messages, or raise max_depth",
         backend=backend,
         operation="publish",
         queue=queue,
@@ -34,9 +34,9 @@ def queue_full(backend: str, queue: str, message_id: str) -> QueueFull:
 def subscription_broke(
     backend: str, queue: str, reason: str, cause: BaseException | None = None
 ) -> SubscriptionLost:
-    """Return the error of ``receive`` on a subscription that has ended."""
+    """Return the error that ``receive`` raises after the subscription was lost."""
     return SubscriptionLost(
-        f"the subscription broke: {reason}",
+        f"the subscription was lost: {reason}",
         backend=backend,
         operation="receive",
         queue=queue,

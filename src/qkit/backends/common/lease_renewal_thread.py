@@ -1,8 +1,9 @@
-"""Leases outlive a blocked event loop: a thread renews them while the loop does not answer.
+"""Thread that renews leases while the event loop is blocked.
 
-Where leases run in another process, its clock goes on while a handler blocks the loop. The thread
-has a connection of its own, because the loop's cannot be used from outside. While the loop answers,
-the thread renews nothing: a consumer that lets its lease go in a living loop loses it.
+A lease on the server expires even if a handler blocks the event loop, which normally renews it. The
+thread has its own connection, because the loop's connection cannot be used from another thread.
+While the loop responds, the thread renews nothing, so a lease that the consumer stops renewing
+still expires.
 """
 
 from __future__ import annotations
@@ -18,47 +19,52 @@ from qkit._internal.logging import logger
 
 __all__ = ["LeaseRenewal"]
 
-# Consumers renew three times in a lease, so a loop may block with two thirds of one left. Looking
-# six times, and waiting a sixth for the loop's answer, leaves another third.
-LOOKS_PER_LEASE: Final = 6
+# Consumers renew three times per lease, so at least two thirds of a lease remain when the loop
+# blocks. The thread checks every sixth of a lease and waits up to a sixth for the loop to respond,
+# which leaves a third for the renewal itself.
+CHECKS_PER_LEASE: Final = 6
 
 
 class LeaseRenewal(ABC):
-    """The thread of one connection; it starts with the first lease and sleeps while none is held.
+    """Lease renewal thread of one connection.
 
-    A backend says which leases there are and how to renew them. It reads dicts that the loop
-    changes: copying one is a single step to the loop's thread, so no lock is needed, which would
-    cost every message something. A lease that was settled meanwhile is none to the server any
-    more, so renewing cannot bring anything back.
+    The thread starts with the first lease and sleeps while no lease is held. A subclass lists the
+    leases and renews them. It reads dicts that the loop's thread modifies, and copies each of them
+    first. Copying a dict is atomic, so no lock is needed; a lock would slow down every message.
+    Renewing the lease of a delivery that has just been settled has no effect on the server.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._holding = threading.Event()
+        self._has_leases = threading.Event()
         self._closed = threading.Event()
-        self._answer = threading.Event()
+        self._response = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # What a backend adds; all of it runs in the thread
+    # Implemented by subclasses; called in the thread
 
     @abstractmethod
-    def shortest(self) -> float:
-        """The length of the shortest lease held now, in seconds; infinite if there is none."""
+    def shortest_lease(self) -> float:
+        """Return the length of the shortest lease held, in seconds; infinity if none is held."""
 
     @abstractmethod
     def renew(self, timeout: float) -> None:
-        """Renew every lease; what fails is logged, for the next look tries again."""
+        """Renew every lease; log a failure instead of raising it, because the next check retries.
+
+        Args:
+            timeout: Seconds that the renewal may take.
+        """
 
     @abstractmethod
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the thread's connection."""
 
-    # In the loop
+    # Called in the loop
 
     def wake(self) -> None:
-        """There are leases."""
-        if not self._holding.is_set():
-            self._holding.set()
+        """Start or wake the thread; call this after a lease was acquired."""
+        if not self._has_leases.is_set():
+            self._has_leases.set()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="qkit lease renewal", daemon=True
@@ -66,48 +72,48 @@ class LeaseRenewal(ABC):
                 self._thread.start()
 
     def close(self) -> None:
-        """Let the thread end; it does not hold up anybody."""
+        """Tell the thread to end, without waiting for it."""
         self._closed.set()
-        self._answer.set()
-        self._holding.set()
+        self._response.set()
+        self._has_leases.set()
         if self._thread is None:
-            self.hang_up()
+            self.disconnect()
 
-    # In the thread
+    # Run in the thread
 
     def _run(self) -> None:
         try:
             while not self._closed.is_set():
-                self._holding.wait()
-                look = self.shortest() / LOOKS_PER_LEASE
-                if look == math.inf:
-                    self._holding.clear()
-                    if self.shortest() < math.inf:  # one came just before that
-                        self._holding.set()
-                elif self._answers(look):
-                    self._closed.wait(look)
+                self._has_leases.wait()
+                interval = self.shortest_lease() / CHECKS_PER_LEASE
+                if interval == math.inf:
+                    self._has_leases.clear()
+                    if self.shortest_lease() < math.inf:  # added just before ``clear``
+                        self._has_leases.set()
+                elif self._loop_responds(interval):
+                    self._closed.wait(interval)
                 else:
-                    self._keep_while_blocked()
+                    self._renew_while_blocked()
         except RuntimeError:
-            pass  # the loop was closed, and with it everything that was held
+            pass  # the loop is closed, so no consumer is running
         finally:
-            self.hang_up()
+            self.disconnect()
 
-    def _answers(self, within: float) -> bool:
-        self._answer.clear()
-        self._loop.call_soon_threadsafe(self._answer.set)
-        return self._closed.is_set() or self._answer.wait(within)
+    def _loop_responds(self, within: float) -> bool:
+        self._response.clear()
+        self._loop.call_soon_threadsafe(self._response.set)
+        return self._closed.is_set() or self._response.wait(within)
 
-    def _keep_while_blocked(self) -> None:
+    def _renew_while_blocked(self) -> None:
         began = time.monotonic()
         while not self._closed.is_set():
-            look = self.shortest() / LOOKS_PER_LEASE
-            if look == math.inf:
+            interval = self.shortest_lease() / CHECKS_PER_LEASE
+            if interval == math.inf:
                 break
-            self.renew(look)
-            if self._answer.wait(2 * look):
+            self.renew(interval)
+            if self._response.wait(2 * interval):
                 break
         logger.warning(
-            "the event loop did not answer for %.1f s; the leases of its messages were kept",
+            "the event loop was blocked for at least %.1f s; a thread renewed the leases meanwhile",
             time.monotonic() - began,
         )

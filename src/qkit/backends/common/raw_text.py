@@ -1,15 +1,15 @@
-"""Text for bytes that are not UTF-8, and the header that keeps the bytes.
+"""Text for bytes that are not UTF-8, and the header ``qkit-raw`` that keeps the original bytes.
 
-A message of another program may hold bytes where qkit has text: an id, a key, a header. Its text is
-then readable everywhere and can be encoded everywhere, and ``qkit-raw`` holds the bytes: a JSON
-object of base64 values by what they belong to.
+The id, the key and the headers of a foreign message may contain arbitrary bytes, but qkit
+represents them as text. ``text_of`` converts bytes to readable text that is valid UTF-8. The header
+``qkit-raw`` keeps the original bytes as a JSON object with these base64 entries:
 
-| entry | bytes of |
+| entry | original bytes of |
 |---|---|
-| ``id``, ``key`` | the message's id or key |
+| ``id``, ``key`` | the id or key of the message |
 | ``header:<name>`` | the value of a header |
-| ``name:<name>`` | the name of a header, which is ``<name>`` now |
-| ``headers`` | all headers together, where they could not be read |
+| ``name:<name>`` | the name of the header that is now ``<name>`` |
+| ``headers`` | all headers, if they could not be parsed |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RAW: Final = "qkit-raw"
 
 
 def text_of(raw: bytes | bytearray) -> str:
-    r"""Return the text of ``raw``; a byte that is not UTF-8 becomes ``\xNN``.
+    r"""Decode ``raw`` as UTF-8; a byte that is not valid becomes ``\xNN``.
 
     >>> text_of(b"caf\xe9")
     'caf\\xe9'
@@ -34,7 +34,7 @@ def text_of(raw: bytes | bytearray) -> str:
 
 
 def keep(headers: dict[str, str], values: Mapping[str, bytes]) -> None:
-    """Add raw bytes to the header that keeps them.
+    """Add the original bytes of ``values`` to the header ``qkit-raw``.
 
     >>> headers = {"a": "1"}
     >>> keep(headers, {"key": b"\\xff"})
@@ -48,7 +48,7 @@ def keep(headers: dict[str, str], values: Mapping[str, bytes]) -> None:
 
 
 def kept(headers: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the raw bytes that ``headers`` keep, by entry; none if another program wrote it."""
+    """Return the original bytes by entry of ``qkit-raw``; skip invalid base64."""
     found: dict[str, bytes] = {}
     for entry, value in _entries(headers.get(RAW)).items():
         try:

@@ -1,4 +1,4 @@
-"""One resource for all callers, made again after it was lost."""
+"""Shared resource that is opened on demand and reopened after it was lost."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ T = TypeVar("T")
 
 
 class Reopened(Generic[T]):
-    """A connection, channel or client that the first caller opens, for all.
+    """Connection, channel or client that all callers share and the first caller opens.
 
-    It is made in a task of its own: a caller that is cancelled does not end the attempt for the
-    others. A lost one is replaced and not closed.
+    A separate task opens the resource, so that cancelling one caller does not cancel the attempt
+    for the others. A lost resource is replaced without being closed.
 
     Args:
-        make: Makes the resource. It must limit its own time, and leave nothing open when it fails.
-        is_lost: Tells whether a resource cannot be used any more.
+        make: Opens the resource. It must have its own timeout and leave nothing open if it fails.
+        is_lost: Returns whether a resource is unusable.
         close: Closes a resource, lost or not.
-        backend: Name of the backend, for errors and the task.
+        backend: Name of the backend, used in errors and in the name of the task.
 
     Attributes:
-        value: The resource, which may be lost; ``None`` if there is none. A caller on a hot path
-            tests it and calls ``get`` only if it cannot be used.
-        is_open: Whether callers may make it.
+        value: The resource, possibly lost; ``None`` if it is not open. Code on a hot path uses it
+            directly and calls ``get`` only if it is missing or lost.
+        is_open: Whether ``get`` may open the resource.
     """
 
     def __init__(
@@ -47,16 +47,19 @@ class Reopened(Generic[T]):
         self._backend = backend
         self._making: asyncio.Task[None] | None = None
         self.value: T | None = None
-        self.is_open = False
+        self.is_open: bool = False
 
     def open(self) -> None:
-        """Allow callers to make the resource."""
+        """Allow ``get`` to open the resource."""
         self.is_open = True
 
     async def get(self) -> T:
-        """Return the resource; make it if there is none or it is lost.
+        """Return the resource, after opening it if it is missing or lost.
 
-        Raises what ``make`` raised, to every caller that waits for it.
+        If ``make`` fails, its exception is raised in every waiting caller.
+
+        Raises:
+            BackendUnavailable: ``open`` was not called, or ``aclose`` was called meanwhile.
         """
         while self.value is None or self._is_lost(self.value):
             if not self.is_open:
@@ -69,22 +72,26 @@ class Reopened(Generic[T]):
             making = self._making
             await asyncio.wait({making})
             if making.cancelled() or not self.is_open:
-                raise self._unavailable("the connection was closed while it was opened")
+                raise self._unavailable("the backend was closed while it was connecting")
             error = making.exception()
             if error is not None:
-                # The callers add their own facts to an error of ours.
+                # Each caller adds its own context to a QueueError, so each gets a copy.
                 raise copy.copy(error) if isinstance(error, QueueError) else error
             if self.value is not None:
-                break  # even if it is lost already: using it fails, and trying again is delayed
+                # It may be lost again by now. The caller then fails and retries with backoff.
+                break
         return self.value
 
     def forget(self, value: T | None) -> None:
-        """Make another one for the next caller, unless that was done; ``value`` is not closed."""
+        """Discard ``value`` without closing it, unless it has already been replaced."""
         if self.value is value:
             self.value = None
 
     async def aclose(self) -> None:
-        """End an attempt, close the resource and refuse callers until ``open``; idempotent."""
+        """Cancel an attempt in progress and close the resource; idempotent.
+
+        ``get`` raises ``BackendUnavailable`` until ``open`` is called again.
+        """
         self.is_open = False
         if self._making is not None:
             await cancel_and_wait([self._making])

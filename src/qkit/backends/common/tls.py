@@ -1,4 +1,4 @@
-"""The TLS context of a client."""
+"""TLS contexts for connections to brokers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def client_context(
     backend: str,
     operation: str,
 ) -> ssl.SSLContext:
-    """Return a context that verifies the server.
+    """Return a TLS context that verifies the server's certificate.
 
     Args:
-        ca_file: Authorities to trust, PEM; the system's by default.
-        cert_file: Client certificate, PEM; none by default.
-        key_file: Its key, PEM; by default ``cert_file`` holds it too.
+        ca_file: PEM file of trusted CA certificates; ``None`` for those of the system.
+        cert_file: PEM file of the client certificate; ``None`` for no client certificate.
+        key_file: PEM file of its private key; ``None`` if ``cert_file`` contains the key.
         backend: Name of the backend, for the error.
-        operation: Operation that connects, for the error.
+        operation: Name of the operation that connects, for the error.
 
     Raises:
-        ConfigError: A file cannot be read, or is not what its setting says.
+        ConfigError: A file cannot be read or is not valid.
     """
     try:
         context = ssl.create_default_context(cafile=ca_file)
         if cert_file is not None:
             context.load_cert_chain(cert_file, key_file)
-    except OSError as error:  # ssl.SSLError too
+    except OSError as error:  # includes ssl.SSLError
         raise ConfigError(
-            "the TLS files cannot be used: check tls_ca_file, tls_cert_file and tls_key_file "
-            f"({error.strerror or type(error).__name__})",
+            f"could not load the TLS files ({error.strerror or type(error).__name__}): check "
+            "tls_ca_file, tls_cert_file and tls_key_file",
             backend=backend,
             operation=operation,
             cause=error,

@@ -1,4 +1,4 @@
-"""Kafka (aiokafka).
+"""Kafka backend, based on aiokafka.
 
-May import: ``backends.common``, ``backends.capability_matrix`` and what lies below ``backends``.
+May import: ``backends.common``, ``backends.capability_matrix`` and the packages below ``backends``.
 """

@@ -1,4 +1,4 @@
-"""Administration: how much waits, what it is, and how to be rid of it."""
+"""Administration of topics: statistics, peek, purge, remove and delete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["KafkaAdmin"]
 
 
 class _Message(NamedTuple):
-    """A message in the log, and when it was written."""
+    """Message in the log, with its position and the time at which it was written."""
 
     partition: Partition
     offset: int
@@ -36,7 +36,13 @@ class _Message(NamedTuple):
 
 @dataclass(slots=True)
 class _Log:
-    """Where the partitions of a channel and of its waiting room begin and end."""
+    """Offset ranges of the partitions of a channel and, unless excluded, of its retry topic.
+
+    Attributes:
+        begins: First offset of each partition.
+        ends: Offset after the last record of each partition.
+        removed: Offsets of removed messages and of the markers that hide them.
+    """
 
     begins: dict[Partition, int] = field(default_factory=dict[Partition, int])
     ends: dict[Partition, int] = field(default_factory=dict[Partition, int])
@@ -44,7 +50,16 @@ class _Log:
 
 
 class KafkaAdmin:
-    """What ``Admin`` promises, on Kafka. ``is_topic`` tells what was declared as one here."""
+    """Implementation of ``Admin`` for Kafka.
+
+    Args:
+        cluster: Client for metadata, offsets and groups.
+        reader: Reader of messages, without a consumer group.
+        publisher: Publisher of the markers that hide removed messages.
+        names: Names of topics and groups.
+        subscriptions: The open subscriptions of this backend.
+        is_topic: Returns whether this backend declared a channel as a topic.
+    """
 
     def __init__(
         self,
@@ -63,45 +78,51 @@ class KafkaAdmin:
         self._subscriptions = subscriptions
         self._is_topic = is_topic
 
-    # How much
+    # Statistics
 
     async def stats(self, queue: str) -> QueueStats:
-        """Depth is what the groups have not done yet, without what waits for its time."""
+        """Return the figures of a channel, summed over its groups.
+
+        The depth is the lag of the groups, without messages in the retry topic. Those count as
+        scheduled. Messages in flight are unknown if another process consumes; the depth then
+        includes them.
+        """
         log = await self._log(queue, "stats")
-        depth = waiting = consumers = held = ours = 0
+        depth = scheduled = consumers = held = local_consumers = 0
         for group in await self._groups(queue):
             marks = await self._marks(group, queue)
             for partition, end in log.ends.items():
                 mark = marks.get(partition, CommittedOffset(log.begins[partition]))
                 count = count_unsettled(mark, log.begins[partition], end)
                 if partition.topic == queue:
-                    gone = log.removed.get(partition, ())
-                    depth += count - sum(1 for offset in gone if offset >= mark.offset)
+                    removed = log.removed.get(partition, ())
+                    depth += count - sum(1 for offset in removed if offset >= mark.offset)
                 else:
-                    waiting += count
+                    scheduled += count
             consumers += await self._cluster.members(group)
             local = self._local(group)
-            ours += len(local)
+            local_consumers += len(local)
             for tracker, is_ready in self._trackers(local, queue):
                 held += tracker.held
                 depth -= tracker.held if is_ready else 0
-                waiting -= 0 if is_ready else tracker.held
-        known = consumers == ours  # else another process holds some, and does not say how many
+                scheduled -= 0 if is_ready else tracker.held
+        # Other processes do not report their messages in flight.
+        known = consumers == local_consumers
         return QueueStats(
             queue=queue,
             depth=max(0, depth if known else depth + held),
-            scheduled=max(0, waiting),
+            scheduled=max(0, scheduled),
             consumers=consumers,
             in_flight=held if known else None,
         )
 
-    # What
+    # Reading
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """Oldest first, by the time of writing over all partitions; then what waits."""
+        """Return up to ``limit`` messages, oldest first over all partitions, delayed ones last."""
         log = await self._log(queue, "peek")
         ready: list[_Message] = []
-        waiting: list[_Message] = []
+        scheduled: list[_Message] = []
         for group, name in (await self._groups(queue)).items():
             marks = await self._marks(group, queue)
             held = {
@@ -112,19 +133,22 @@ class KafkaAdmin:
                     message.envelope.headers[GROUP] = name
                 if (message.partition, message.offset) in held:
                     continue
-                (ready if message.partition.topic == queue else waiting).append(message)
+                (ready if message.partition.topic == queue else scheduled).append(message)
         ready.sort(key=lambda message: message.written_at)
-        waiting.sort(key=lambda message: message.attributes.not_before or 0.0)
-        return [message.envelope for message in (*ready, *waiting)][:limit]
+        scheduled.sort(key=lambda message: message.attributes.not_before or 0.0)
+        return [message.envelope for message in (*ready, *scheduled)][:limit]
 
     async def _read(
         self,
         log: _Log,
         marks: dict[Partition, CommittedOffset],
         operation: str,
-        most: int | None = None,
+        limit: int | None = None,
     ) -> list[_Message]:
-        """What a group has not done yet; ``most`` of each partition are enough."""
+        """Return the unsettled messages of a group.
+
+        With ``limit``, at least that many of each partition are returned if it has them.
+        """
         ranges: dict[Partition, tuple[int, int]] = {}
         trackers: dict[Partition, OffsetTracker] = {}
         hidden = 0
@@ -135,9 +159,9 @@ class KafkaAdmin:
             trackers[partition] = OffsetTracker(mark.offset, mark.metadata)
             settled = end - first - count_unsettled(mark, log.begins[partition], end)
             hidden = max(hidden, settled + 2 * len(log.removed.get(partition, ())))
-        enough = None if most is None else most + hidden
+        read_limit = None if limit is None else limit + hidden
         found: list[_Message] = []
-        for item in await self._reader.read(ranges, operation, enough):
+        for item in await self._reader.read(ranges, operation, read_limit):
             partition = Partition(item.topic, item.partition)
             if trackers[partition].is_settled(item.offset):
                 continue
@@ -145,12 +169,12 @@ class KafkaAdmin:
                 found.append(_message(partition, item))
         return found
 
-    # Away with it
+    # Deleting
 
     async def purge(self, queue: str) -> int:
-        """Delete what nobody holds: consumers in this process keep theirs, and know it.
+        """Delete the messages that are not in flight in this process; return how many.
 
-        What a consumer of another process has read already it still handles.
+        A consumer in another process still handles the messages that it has already read.
         """
         before = await self.stats(queue)
         log = await self._log(queue, "purge")
@@ -171,21 +195,22 @@ class KafkaAdmin:
         return sum(len(each.held) for each in self._subscriptions if each.queue == queue)
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Hide a message for each id, oldest first, by a marker behind it in its partition.
+        """Remove one message for each id; return how many were found.
 
-        What lies before the first message that is left needs none: it is deleted.
+        Kafka deletes records only from the beginning of a partition. A message after one that
+        remains is hidden instead: a marker with its offset is appended to its partition.
         """
-        log = await self._log(queue, "remove", waiting=False)
+        log = await self._log(queue, "remove", include_retry=False)
         wanted = Counter(ids)
-        gone: list[_Message] = []
-        floors = dict(log.ends)  # where the first message that stays lies
+        removed: list[_Message] = []
+        floors = dict(log.ends)  # first offset that remains, by partition
         for message in await self._read(log, {}, "remove"):
             if wanted[message.envelope.id] > 0:
                 wanted[message.envelope.id] -= 1
-                gone.append(message)
+                removed.append(message)
             else:
                 floors[message.partition] = min(floors[message.partition], message.offset)
-        hidden = [message for message in gone if message.offset > floors[message.partition]]
+        hidden = [message for message in removed if message.offset > floors[message.partition]]
         if hidden:
             await self._mark(queue, hidden)
         await self._cluster.delete_records(
@@ -195,7 +220,7 @@ class KafkaAdmin:
                 if floor > log.begins[partition]
             }
         )
-        return len(gone)
+        return len(removed)
 
     async def _mark(self, queue: str, messages: list[_Message]) -> None:
         markers = [
@@ -210,11 +235,11 @@ class KafkaAdmin:
         await self._cluster.commit(self._names.markers(queue), queue, until)
 
     async def drop_oldest(self, queue: str, limit: int) -> list[Envelope]:
-        """Delete the oldest while there are more than ``limit``; return them."""
-        log = await self._log(queue, "publish", waiting=False)
+        """Delete the oldest messages of a dead-letter topic beyond ``limit``; return them."""
+        log = await self._log(queue, "publish", include_retry=False)
         if any(log.removed.values()):
             messages = await self._read(log, {}, "publish")
-        else:  # as usual: so many offsets are so many messages, and only the oldest are looked at
+        else:  # usual case: every offset is a message, so only the excess must be read
             excess = {
                 partition: (log.begins[partition], max(log.begins[partition], end - limit))
                 for partition, end in log.ends.items()
@@ -222,7 +247,7 @@ class KafkaAdmin:
             read = await self._reader.read(excess, "publish")
             messages = [_message(Partition(item.topic, item.partition), item) for item in read]
             limit = 0
-        dropped = messages[: len(messages) - limit]
+        dropped = messages[: max(0, len(messages) - limit)]
         before: dict[Partition, int] = {}
         for message in dropped:
             before[message.partition] = message.offset + 1
@@ -230,23 +255,26 @@ class KafkaAdmin:
         return [message.envelope for message in dropped]
 
     async def delete(self, queue: str) -> None:
-        """Delete the topic and its waiting room; Kafka forgets what groups committed of them."""
-        if not await self._cluster.look(queue):
+        """Delete the topic, its retry topic, and its consumer groups with their commits."""
+        if not await self._cluster.count_partitions(queue):
             raise not_found(queue, "delete")
         groups = [*await self._groups(queue), self._names.markers(queue)]
+        topics = [queue]
         retry = self._names.retry(queue)
-        await self._cluster.delete([queue, *([retry] if await self._cluster.look(retry) else [])])
-        with contextlib.suppress(QueueError):  # a group that still has members stays
+        if await self._cluster.count_partitions(retry):
+            topics.append(retry)
+        await self._cluster.delete(topics)
+        with contextlib.suppress(QueueError):  # a group with members cannot be deleted
             await self._cluster.delete_groups(groups)
 
-    # Where things are
+    # Offsets
 
-    async def _log(self, queue: str, operation: str, *, waiting: bool = True) -> _Log:
-        if not await self._cluster.look(queue):
+    async def _log(self, queue: str, operation: str, *, include_retry: bool = True) -> _Log:
+        if not await self._cluster.count_partitions(queue):
             raise not_found(queue, operation)
         topics = [queue]
         retry = self._names.retry(queue)
-        if waiting and await self._cluster.look(retry):
+        if include_retry and await self._cluster.count_partitions(retry):
             topics.append(retry)
         log = _Log()
         for topic in topics:
@@ -257,11 +285,11 @@ class KafkaAdmin:
         return log
 
     async def _find_removed(self, queue: str, log: _Log, operation: str) -> None:
-        """Which offsets are hidden, or are markers; only where a group says that there are some."""
-        flags = await self._cluster.committed(self._names.markers(queue), [queue])
+        """Fill ``log.removed`` from the markers, which end at the commit of the marker group."""
+        marked = await self._cluster.committed(self._names.markers(queue), [queue])
         ranges = {
             partition: (log.begins[partition], saved.offset)
-            for partition, saved in flags.items()
+            for partition, saved in marked.items()
             if partition in log.begins
         }
         for item in await self._reader.read(ranges, operation):
@@ -272,13 +300,13 @@ class KafkaAdmin:
 
     async def _groups(self, queue: str) -> dict[str, str | None]:
         found = self._names.groups(queue, await self._cluster.groups())
-        nobody = self._names.group(queue, None)
-        if found == {nobody: None} and self._is_topic(queue):
-            return {}  # a topic that no group wants holds nothing for anybody
+        queue_group = self._names.group(queue, None)
+        if found == {queue_group: None} and self._is_topic(queue):
+            return {}  # a topic without groups delivers no messages
         return found
 
     async def _marks(self, group: str, queue: str) -> dict[Partition, CommittedOffset]:
-        """How far a group is; our own consumers know better than their last commit."""
+        """Return the commits of a group; those of local consumers include uncommitted acks."""
         marks = await self._cluster.committed(group, [queue, self._names.retry(queue)])
         for each in self._local(group):
             for partition, tracker in each.membership.trackers.items():

@@ -1,12 +1,14 @@
-"""Partition assignment: even, with few moves, and no partition moves while messages are held.
+"""Partition assignment that is balanced and sticky, and does not move busy partitions.
 
-Kafka's rebalance revokes every partition and assigns all of them again. Here each member says what
-it had, where it still holds messages, and whether it is about to go; the leader assigns so that
+A Kafka rebalance revokes every partition and assigns all of them again. Here each member reports
+the partitions that it owns, which of them are busy, and whether it is leaving. A partition is busy
+while it has messages in flight or uncommitted acks. The leader assigns the partitions by these
+rules:
 
-- each gets its share, and keeps what it had as far as that goes, first of all where it holds some;
-- a partition that should move while its owner holds messages stays for now and is *wanted*: the
-  owner stops reading it, finishes what it holds, and asks for another round;
-- a member that is about to go keeps only what it still holds.
+- Each member gets an equal share. It keeps partitions that it owns, busy ones first.
+- A busy partition that should move stays with its owner and is marked as *wanted*. The owner stops
+  reading it, waits until its messages are settled, and requests another rebalance.
+- A leaving member keeps only its busy partitions, and all of them are wanted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ __all__ = ["Assignment", "Assignor", "MemberState", "assign_partitions"]
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """What a member tells the leader when it joins."""
+    """State that a member reports to the leader at each rebalance.
+
+    Attributes:
+        generation: Generation of the group in which ``owned`` was assigned; -1 if none.
+        owned: Partitions that the member has and is not giving up.
+        busy: Partitions with messages in flight, or with settled messages that are not committed.
+        leaving: Whether the member is about to leave the group.
+    """
 
     generation: int = -1
     owned: frozenset[Partition] = frozenset()
@@ -31,7 +40,7 @@ class MemberState:
     leaving: bool = False
 
     def encode(self) -> bytes:
-        """As the group's protocol carries it."""
+        """Return the state as user data for the group protocol."""
         fields = {
             "generation": self.generation,
             "owned": sorted(self.owned),
@@ -42,7 +51,7 @@ class MemberState:
 
     @classmethod
     def decode(cls, data: bytes | None) -> MemberState:
-        """What a member said; one that says nothing we understand has nothing."""
+        """Parse user data of the group protocol; use the default for an invalid field."""
         fields = _json_object(data)
         generation = fields.get("generation")
         return cls(
@@ -55,7 +64,12 @@ class MemberState:
 
 @dataclass(slots=True)
 class Assignment:
-    """What a member gets, and which of it it should hand over as soon as it holds nothing there."""
+    """Partitions of one member.
+
+    Attributes:
+        assigned: All partitions of the member.
+        wanted: Assigned partitions that it must give up as soon as they are no longer busy.
+    """
 
     assigned: set[Partition] = field(default_factory=set[Partition])
     wanted: set[Partition] = field(default_factory=set[Partition])
@@ -87,7 +101,7 @@ def assign_partitions(
 
 
 def _owners(states: Mapping[str, MemberState]) -> dict[Partition, str]:
-    """Who had what; of two that say so the one of the later generation."""
+    """Return the owner of each partition; if two members claim it, the later generation wins."""
     owners: dict[Partition, str] = {}
     for member, state in sorted(states.items(), key=lambda item: (item[1].generation, item[0])):
         owners.update(dict.fromkeys(state.owned, member))
@@ -100,39 +114,40 @@ def _targets(
     staying: Sequence[str],
     states: Mapping[str, MemberState],
 ) -> dict[Partition, str | None]:
-    """The member that should have each partition in the end; none if all members leave."""
+    """Return the member that should own each partition; ``None`` if all members are leaving."""
     targets: dict[Partition, str | None] = dict.fromkeys(partitions)
     if not staying:
         return targets
-    had: dict[str, list[Partition]] = {member: [] for member in staying}
+    owned: dict[str, list[Partition]] = {member: [] for member in staying}
     for partition in partitions:
         owner = owners.get(partition)
-        if owner in had:
-            had[owner].append(partition)
-    least, more = divmod(len(partitions), len(staying))
-    # Who had most keeps the larger shares: fewer partitions move.
-    order = sorted(staying, key=lambda member: (-len(had[member]), member))
-    free: dict[str, int] = {}
+        if owner in owned:
+            owned[owner].append(partition)
+    base, remainder = divmod(len(partitions), len(staying))
+    # Members that own the most partitions get the larger shares, so that fewer partitions move.
+    order = sorted(staying, key=lambda member: (-len(owned[member]), member))
+    missing: dict[str, int] = {}
     for number, member in enumerate(order):
-        room = least + (number < more)
-        kept = sorted(
-            had[member], key=lambda partition: (partition not in states[member].busy, partition)
+        share = base + (number < remainder)
+        busy_first = sorted(
+            owned[member], key=lambda partition: (partition not in states[member].busy, partition)
         )
-        targets.update(dict.fromkeys(kept[:room], member))
-        free[member] = room - len(kept[:room])
-    takers = (member for member in order for _ in range(free[member]))
+        kept = busy_first[:share]
+        targets.update(dict.fromkeys(kept, member))
+        missing[member] = share - len(kept)
+    receivers = (member for member in order for _ in range(missing[member]))
     for partition in partitions:
         if targets[partition] is None:
-            targets[partition] = next(takers)
+            targets[partition] = next(receivers)
     return targets
 
 
 class Assignor:
-    """The driver's interface to ``assign_partitions``, one for each consumer.
+    """Adapter from the driver's assignor interface to ``assign_partitions``, one per consumer.
 
     Args:
-        state: returns what this member tells the leader.
-        on_assigned: called with the partitions that this member should hand over.
+        state: Returns the state of this member.
+        on_assigned: Called after each assignment with the wanted partitions.
     """
 
     name: Final = "qkit"
@@ -144,11 +159,11 @@ class Assignor:
         self._on_assigned = on_assigned
 
     def metadata(self, topics: Iterable[str]) -> Any:
-        """What this member says when it joins."""
+        """Return the metadata with which this member joins the group."""
         return MemberMetadata(0, sorted(topics), self._state().encode())
 
     def assign(self, cluster: Any, members: Mapping[str, Any]) -> dict[str, Any]:
-        """The leader's part."""
+        """Assign partitions to all members; the driver calls this in the leader."""
         topics: dict[str, list[int]] = {}
         for member in members.values():
             for topic in member.subscription:
@@ -162,7 +177,7 @@ class Assignor:
         }
 
     def on_assignment(self, assignment: Any) -> None:
-        """Take note of what this member was assigned."""
+        """Report the wanted partitions; the driver calls this after an assignment."""
         self._on_assigned(_partitions(_json_object(assignment.user_data).get("wanted")))
 
 

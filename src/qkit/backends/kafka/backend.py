@@ -1,4 +1,4 @@
-"""The Kafka backend: queues and topics in Kafka's log, with retries, delays and dead letters."""
+"""Kafka backend: queues and topics with retries, delays and dead letters."""
 
 from __future__ import annotations
 
@@ -34,17 +34,36 @@ from qkit.settings.model import Settings
 
 __all__ = ["KafkaBackend", "from_settings"]
 
-FULL_RECHECK_SECONDS: Final = 0.3  # acks are committed in groups: a full queue is asked again
-HEADERS_MARGIN_BYTES: Final = 128 << 10  # beside the body: headers, and the frame around them
+FULL_RECHECK_SECONDS: Final = 0.3  # a full queue is checked twice, because commits lag behind acks
+HEADERS_MARGIN_BYTES: Final = 128 << 10  # added to the body limit for headers and record framing
 MAX_DEAD_LETTER_BYTES: Final = 1 << 30
-SET_ASIDE: Final = -1  # publish group of messages that go to the retry topic first
+RETRY_TOPIC_GROUP: Final = -1  # publish group of messages that go to the retry topic
 
 
 class KafkaBackend:
-    """The whole boundary on Kafka 2.4 or later.
+    """Backend for Kafka 2.4 or later.
 
-    ``partitions`` and ``replicas`` are those of the topics that it makes. ``session`` is how long a
-    consumer that died keeps its partitions.
+    Args:
+        brokers: Broker addresses, ``host:port``, separated by commas.
+        clock: Clock of the service; the system clock by default.
+        partitions: Number of partitions of topics that this backend creates; 1 by default.
+        replicas: Number of replicas of topics that this backend creates; 1 by default.
+        group_prefix: Prefix of consumer group names; empty by default.
+        batch_size: Settled messages per commit; by default offsets are committed as soon as
+            possible.
+        max_message_bytes: Largest body in bytes, 1 MiB by default. ``max.message.bytes`` of new
+            topics is set accordingly.
+        timeout: Seconds to wait for a response or for the confirmation of a send; 10 by default.
+        session: Seconds without a heartbeat after which a consumer loses its partitions; 45 by
+            default.
+        heartbeat: Seconds between heartbeats of a consumer; 1 by default.
+        sasl_mechanism: SASL mechanism; no authentication by default.
+        sasl_username: SASL user name.
+        sasl_password: SASL password.
+        tls: Whether to use TLS; implied if a TLS file is set.
+        tls_ca_file: PEM file of trusted CA certificates; those of the system by default.
+        tls_cert_file: PEM file of the client certificate; none by default.
+        tls_key_file: PEM file of its private key; not needed if ``tls_cert_file`` contains the key.
 
     >>> backend = KafkaBackend("localhost:9092", partitions=12)
     >>> backend.capabilities.supports("lease")
@@ -111,70 +130,87 @@ class KafkaBackend:
     # Backend
 
     async def start(self) -> None:
-        """Connect, or raise ``BackendUnavailable``."""
+        """Connect to the cluster.
+
+        Raises:
+            BackendUnavailable: No broker responds in time.
+        """
         await self._cluster.connect()
         self._publisher.enable()
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the topic exists; one that exists stays as it is.
+        """Create the topic unless it exists; an existing topic is not changed.
 
-        Raises ``ConfigError`` when Kafka cannot have such a topic, and with ``passive``
-        ``QueueNotFound`` when it does not exist.
+        Raises:
+            ConfigError: Kafka does not accept the name, the replicas or the configuration.
+            QueueNotFound: The topic does not exist and ``passive`` is set.
         """
         self._names.check(spec.name)
         if spec.passive:
-            if not await self._cluster.look(spec.name):
+            if not await self._cluster.count_partitions(spec.name):
                 raise not_found(spec.name, "declare")
         else:
-            # Of dead letters the oldest go first, and only one partition has an order. They are
-            # limited by their number, so time does not delete them, and their topic takes whatever
-            # another program could write: a letter that fits nowhere would hold up its channel.
+            # A dead-letter topic has one partition, because its oldest messages are dropped first
+            # and Kafka keeps order only within a partition. It is limited by count, so it has no
+            # retention time. It accepts records of up to 1 GiB, because a dead letter that cannot
+            # be stored would block its channel.
             partitions = 1 if spec.drop_oldest else self._partitions
-            more: dict[str, str] = {}
+            overrides: dict[str, str] = {}
             if spec.drop_oldest:
-                more = {"retention.ms": "-1", "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)}
-            await self._create(spec.name, partitions, spec.replicas, more)
+                overrides = {"retention.ms": "-1", "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)}
+            await self._create(spec.name, partitions, spec.replicas, overrides)
         self._specs[spec.name] = spec
 
     async def _create(
-        self, topic: str, partitions: int, replicas: int, more: Mapping[str, str] | None = None
+        self, topic: str, partitions: int, replicas: int, overrides: Mapping[str, str] | None = None
     ) -> None:
         replicas = max(replicas, self._replicas)
         max_bytes = self._max_message_bytes + HEADERS_MARGIN_BYTES
-        config = {"max.message.bytes": str(max_bytes), **(more or {})}
+        config = {"max.message.bytes": str(max_bytes), **(overrides or {})}
         if replicas > 1:
             config["min.insync.replicas"] = str(replicas // 2 + 1)
         await self._cluster.create(topic, partitions, replicas, config)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Append messages, as many as can be; the others' errors are in ``PartialSend``."""
+        """Append messages to the topic; return when all in-sync replicas have them.
+
+        Raises:
+            PartialSend: Some messages were not appended. The error holds the outcome of each.
+            QueueNotFound: The topic does not exist.
+        """
         return await self.publish_in_group(queue, None, envelopes)
 
     # PublishGroups
 
     def publish_group(self, queue: str, envelope: Envelope) -> int | None:
-        """Return the partition of a message, and ``SET_ASIDE`` for the retry topic.
+        """Return the partition of a message, or ``RETRY_TOPIC_GROUP`` for the retry topic.
 
-        ``None`` is the group of all messages while the topic is not known, and of a queue with a
-        limit: each publish to it counts what the queue holds.
+        Return ``None`` while the number of partitions is unknown, and for a queue with
+        ``max_depth``. Publishes to such a queue must not run concurrently, because each of them
+        compares the depth with the limit.
         """
         partitions = self._cluster.last_known_partitions.get(queue)
         spec = self._specs.get(queue)
         if partitions is None or (spec is not None and spec.max_depth is not None):
             return None
-        if not _is_plain(envelope) and self._is_set_aside(spec, envelope, self._clock.time()):
-            return SET_ASIDE
+        if not _is_plain(envelope) and self._needs_retry_topic(spec, envelope, self._clock.time()):
+            return RETRY_TOPIC_GROUP
         key = None if envelope.key is None else codec.key_of(envelope)
         return self._publisher.choose_partition(queue, partitions, key, len(envelope.body))
 
     async def publish_in_group(
         self, queue: str, group: int | None, envelopes: Sequence[Envelope]
     ) -> list[Sent]:
-        """Append messages to a partition, or set them aside; with ``None`` each as its own."""
+        """Append messages of one publish group; for ``None``, choose a partition for each message.
+
+        Raises:
+            PartialSend: Some messages were not appended. The error holds the outcome of each.
+            QueueNotFound: The topic does not exist.
+        """
         spec = self._specs.get(queue)
         limited = spec is not None and spec.max_depth is not None
         if limited or not all(_is_plain(envelope) for envelope in envelopes):
-            results = await self._publish_with_care(queue, spec, group, envelopes)
+            results = await self._publish_special(queue, spec, group, envelopes)
         else:
             records = [OutgoingRecord(*codec.encode(envelope), group) for envelope in envelopes]
             results = await self._publisher.send(queue, records)
@@ -186,52 +222,60 @@ class KafkaBackend:
         ]
         raise PartialSend.of(outcomes, backend=self.name, queue=queue)
 
-    async def _publish_with_care(
+    async def _publish_special(
         self, queue: str, spec: QueueSpec | None, group: int | None, envelopes: Sequence[Envelope]
     ) -> list[RecordMetadata | QueueError]:
-        """Delayed messages, those for one group, dead letters, and queues with a limit."""
-        fitting = await self._fitting(queue, spec, len(envelopes))
+        """Publish messages of which at least one is not plain, or to a queue with a depth limit.
+
+        A message is not plain if it is delayed, a dead letter, or for one group of a topic.
+        """
+        capacity = await self._capacity(queue, spec, len(envelopes))
         now = self._clock.time()
         direct: dict[int, OutgoingRecord] = {}
-        aside: dict[int, OutgoingRecord] = {}
-        for number, envelope in enumerate(envelopes[:fitting]):
-            set_aside = group == SET_ASIDE
+        for_retry: dict[int, OutgoingRecord] = {}
+        for number, envelope in enumerate(envelopes[:capacity]):
+            to_retry_topic = group == RETRY_TOPIC_GROUP
             if group is None:
-                set_aside = self._is_set_aside(spec, envelope, now)
-            if set_aside:
-                aside[number] = retry_record(envelope, 0, envelope.not_before, now, NO_ATTRIBUTES)
+                to_retry_topic = self._needs_retry_topic(spec, envelope, now)
+            if to_retry_topic:
+                for_retry[number] = retry_record(
+                    envelope, 0, envelope.not_before, now, NO_ATTRIBUTES
+                )
             else:
                 direct[number] = OutgoingRecord(
                     *codec.encode(envelope, attributes=self._attributes(envelope)), group
                 )
         results: dict[int, RecordMetadata | QueueError] = {}
-        for topic, records in ((queue, direct), (self._names.retry(queue), aside)):
+        for topic, records in ((queue, direct), (self._names.retry(queue), for_retry)):
             if not records:
                 continue
             if topic != queue:
-                await self._need_retry_topic(queue)
+                await self._ensure_retry_topic(queue)
             placed = await self._publisher.send(topic, list(records.values()))
             results.update(zip(records, placed, strict=True))
         if spec is not None and spec.drop_oldest and spec.max_depth is not None:
             try:
                 await self._trim(queue, spec.max_depth, list(results.values()))
-            except QueueError as error:  # what was sent is there: nobody must send it again
-                logger.warning("%s: holds more than it should: %s", queue, error)
+            except QueueError as error:  # do not raise: the caller would send the messages again
+                logger.warning("%s: could not drop the oldest dead letters: %s", queue, error)
         return [
             results[number] if number in results else queue_full(BACKEND, queue, envelope.id)
             for number, envelope in enumerate(envelopes)
         ]
 
-    def _is_set_aside(self, spec: QueueSpec | None, envelope: Envelope, now: float) -> bool:
-        """Whether a message goes to the retry topic: it is delayed, or for one group."""
+    def _needs_retry_topic(self, spec: QueueSpec | None, envelope: Envelope, now: float) -> bool:
+        """Return whether a message goes to the retry topic: it is delayed or for one group only."""
         due = envelope.not_before
-        return (due is not None and due > now) or self._for_one_group(spec, envelope)
+        return (due is not None and due > now) or self._is_for_one_group(spec, envelope)
 
     @staticmethod
-    def _for_one_group(spec: QueueSpec | None, envelope: Envelope) -> bool:
-        """A topic's message for one group lies beside the topic, where only qkit looks."""
+    def _is_for_one_group(spec: QueueSpec | None, envelope: Envelope) -> bool:
+        """Return whether a message of a topic is for one group only.
+
+        Such a message goes to the retry topic, because other programs may read the topic itself.
+        """
         if GROUP not in envelope.headers or DEAD_REASON in envelope.headers:
-            return False  # in a dead letter the header is a fact like the others
+            return False  # in a dead letter, the header only records the group
         return spec is None or spec.broadcast
 
     def _attributes(self, envelope: Envelope) -> RecordAttributes:
@@ -242,21 +286,21 @@ class KafkaBackend:
             origin=next((origin for origin in found if origin is not None), None)
         )
 
-    async def _fitting(self, queue: str, spec: QueueSpec | None, count: int) -> int:
-        """How many more a queue takes that has a limit."""
+    async def _capacity(self, queue: str, spec: QueueSpec | None, count: int) -> int:
+        """Return how many of ``count`` messages fit below the queue's ``max_depth``."""
         if spec is None or spec.max_depth is None or spec.drop_oldest:
             return count
         for wait in (FULL_RECHECK_SECONDS, None):
-            room = spec.max_depth - (await self.stats(queue)).depth
-            if room >= count or wait is None:
-                return max(0, min(room, count))
+            capacity = spec.max_depth - (await self.stats(queue)).depth
+            if capacity >= count or wait is None:
+                return max(0, min(capacity, count))
             await asyncio.sleep(wait)
-        raise AssertionError("the loop returns")
+        raise AssertionError("unreachable: the last iteration returns")
 
     async def _trim(
         self, queue: str, limit: int, results: list[RecordMetadata | QueueError]
     ) -> None:
-        """Let the oldest dead letters go while there are too many, and tell of each."""
+        """Drop the oldest dead letters beyond ``limit``; call the drop callbacks for each."""
         placed = [item for item in results if isinstance(item, RecordMetadata)]
         if not placed:
             return
@@ -268,27 +312,27 @@ class KafkaBackend:
             for callback in self._drop_callbacks:
                 callback(letter)
 
-    async def _need_retry_topic(self, queue: str) -> str:
-        """The topic beside a channel where its messages wait, made when it is first needed."""
+    async def _ensure_retry_topic(self, queue: str) -> str:
+        """Create the retry topic of a channel unless it exists; return its name."""
         retry = self._names.retry(queue)
         spec = self._specs.get(queue)
         if spec is None or not spec.passive:
-            if not await self._cluster.look(queue):
+            if not await self._cluster.count_partitions(queue):
                 raise not_found(queue, "declare")
             await self._create(retry, TIERS, 1 if spec is None else spec.replicas)
-        elif not await self._cluster.look(retry):
+        elif not await self._cluster.count_partitions(retry):
             raise ConfigError(
                 f"delays and retries need the topic {retry!r}, which does not exist, and "
-                "declare='passive' creates nothing: start a service with declare='create' once, or "
-                f"create it with {TIERS} partitions",
+                "declare='passive' does not create it: start a service with declare='create' once, "
+                f"or create the topic with {TIERS} partitions",
                 backend=self.name,
                 operation="declare",
                 queue=queue,
             )
         if await self._cluster.partitions(retry, "declare") < TIERS:
             raise ConfigError(
-                f"the topic {retry!r} has fewer than {TIERS} partitions, one for each power of two "
-                "seconds: delete it, and qkit makes it anew",
+                f"the topic {retry!r} has fewer than {TIERS} partitions: delete it and start a "
+                "service with declare='create', which creates it again",
                 backend=self.name,
                 operation="declare",
                 queue=queue,
@@ -296,7 +340,12 @@ class KafkaBackend:
         return retry
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[KafkaSubscription]:
-        """Consume a queue, or a topic for a group, which is declared by this."""
+        """Open a subscription to a queue, or to a topic as a group, which is created if needed.
+
+        Raises:
+            QueueNotFound: The topic does not exist.
+            ConfigError: The retry topic is missing or has too few partitions.
+        """
         return self._subscription(spec)
 
     @asynccontextmanager
@@ -304,7 +353,7 @@ class KafkaBackend:
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[KafkaSubscription, None]:
         with translate_errors("subscribe", spec.queue):
-            if not await self._cluster.look(spec.queue):
+            if not await self._cluster.count_partitions(spec.queue):
                 raise not_found(spec.queue, "subscribe")
             subscription = KafkaSubscription(
                 self._parameters,
@@ -312,7 +361,7 @@ class KafkaBackend:
                 self._publisher,
                 spec,
                 group=self._names.group(spec.queue, spec.group if spec.broadcast else None),
-                retry=await self._need_retry_topic(spec.queue),
+                retry=await self._ensure_retry_topic(spec.queue),
                 timeouts=self._timeouts,
                 batch=self._batch,
                 clock=self._clock,
@@ -332,11 +381,15 @@ class KafkaBackend:
                 self._subscriptions.discard(subscription)
 
     async def ping(self) -> None:
-        """Raise ``BackendUnavailable`` unless a broker answers."""
+        """Check that a broker responds.
+
+        Raises:
+            BackendUnavailable: No broker responds in time.
+        """
         await self._cluster.ping()
 
     async def aclose(self) -> None:
-        """Disconnect; idempotent."""
+        """Close all subscriptions and disconnect; idempotent."""
         for subscription in list(self._subscriptions):
             await subscription.leave()
         await self._publisher.aclose()
@@ -346,7 +399,7 @@ class KafkaBackend:
     # Log
 
     async def bounds(self, queue: str) -> dict[int, tuple[int, int]]:
-        """The first and the next offset of each partition."""
+        """Return the first offset of each partition and the offset after its last record."""
         first = await self._cluster.offsets(queue, driver.EARLIEST)
         after = await self._cluster.offsets(queue, driver.LATEST)
         return {partition: (first[partition], after[partition]) for partition in sorted(first)}
@@ -354,7 +407,10 @@ class KafkaBackend:
     async def read_range(
         self, queue: str, partition: int, first: int, last: int
     ) -> list[tuple[int, Envelope]]:
-        """Messages by offset; a marker that hides another is none."""
+        """Return messages of a partition with their offsets, from ``first`` to before ``last``.
+
+        Markers are left out; the removed messages that they hide are not.
+        """
         found = await self._reader.read({Partition(queue, partition): (first, last)}, "read")
         messages: list[tuple[int, Envelope]] = []
         for item in found:
@@ -366,43 +422,43 @@ class KafkaBackend:
     # Admin
 
     async def queues(self) -> list[str]:
-        """The names of all topics but Kafka's own, and those where messages wait."""
+        """Return the names of all topics except retry topics and Kafka's internal topics."""
         return sorted(name for name in await self._cluster.topics() if self._names.is_channel(name))
 
     async def stats(self, queue: str) -> QueueStats:
-        """The queue's figures now; a topic's are the sums of its groups'."""
+        """Return the current figures of a queue; those of a topic are summed over its groups."""
         return await self._admin.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """The next messages: oldest first, delayed ones last."""
+        """Return up to ``limit`` messages, oldest first, delayed ones last."""
         return await self._admin.peek(queue, limit)
 
     async def purge(self, queue: str) -> int:
-        """Delete every message that no consumer holds; return how many."""
+        """Delete every message that is not in flight in this process; return how many."""
         return await self._admin.purge(queue)
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Hide a message for each of these ids; return how many there were."""
+        """Remove one message for each id; return how many were found."""
         return await self._admin.remove(queue, ids)
 
     async def delete(self, queue: str) -> None:
-        """Delete the topic with all that is in it or beside it."""
+        """Delete the topic with its messages, its retry topic and its consumer groups."""
         await self._admin.delete(queue)
 
-    # DroppedLetterSource; not DeadLetterSource: an expired message is delivered, and the service
-    # writes its dead letter
+    # DroppedLetterSource. Not DeadLetterSource: Kafka does not remove expired messages, so the
+    # service receives them and dead-letters them itself.
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        """Call ``callback`` for each dead letter dropped from a full dead-letter queue."""
         self._drop_callbacks.append(callback)
 
 
 def from_settings(settings: Settings, clock: Clock) -> KafkaBackend:
-    """Build the backend that the settings describe; it is not connected yet.
+    """Return the backend that the settings describe, not yet connected.
 
     Args:
-        settings: settings of type ``kafka``, which have a ``url``.
-        clock: the clock of the service.
+        settings: Settings of type ``kafka``; ``url`` must be set.
+        clock: Clock of the service.
     """
     assert settings.url is not None
     password = settings.sasl_password
@@ -426,6 +482,7 @@ def from_settings(settings: Settings, clock: Clock) -> KafkaBackend:
 
 
 def _is_plain(envelope: Envelope) -> bool:
+    """Return whether a message needs neither the retry topic nor record attributes."""
     if envelope.not_before is not None:
         return False
     headers = envelope.headers

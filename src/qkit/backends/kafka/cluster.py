@@ -1,4 +1,4 @@
-"""The cluster as an administrator sees it: topics, offsets and groups, every call bounded."""
+"""Administrative requests to the cluster for topics, offsets and groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qkit.errors import BackendUnavailable, ConfigError, QueueNotFound
 
 __all__ = ["Cluster", "not_found"]
 
-# Ways of the cluster to say "soon": a topic that was just made has no leader yet, …
+# Temporary errors, for example while a new topic does not have a leader.
 _NOT_READY_ERRORS: Final = (
     errors.NotLeaderForPartitionError,
     errors.LeaderNotAvailableError,
@@ -34,25 +34,31 @@ _NOT_READY_ERRORS: Final = (
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 POLL_INTERVAL_SECONDS: Final = 0.02
-PING_TIMEOUT_SECONDS: Final = 1.5  # the health check asks every two seconds
-DEAD_CONNECTION_SECONDS: Final = 1.0
+PING_TIMEOUT_SECONDS: Final = 1.5  # shorter than the 2 s between health checks
+DEAD_CONNECTION_SECONDS: Final = 1.0  # cancelling a request after this time closes its connection
 
 
 class Cluster:
-    """Questions and orders to the cluster, through one connection to each broker."""
+    """Client for administrative requests, each with a timeout."""
 
     def __init__(self, parameters: ConnectionParameters) -> None:
         self._parameters = parameters
         self._admin: Any = None
-        self.last_known_partitions: dict[str, int] = {}  # of topics that existed when looked at
-        self._outdated: set[str] = set()  # topics to look at again before they are used
+        #: Number of partitions of each topic, as of the last request for it.
+        self.last_known_partitions: dict[str, int] = {}
+        self._outdated: set[str] = set()  # topics whose number of partitions may have changed
 
     async def connect(self) -> None:
-        """Reach one broker, or raise ``BackendUnavailable``."""
+        """Connect to a broker.
+
+        Raises:
+            BackendUnavailable: No broker responds in time.
+        """
         if self._admin is not None:
             return
-        # The driver's own limit is the shorter: it closes a connection that does not answer.
-        admin = driver.create_nothing(
+        # The driver closes an unresponsive connection only when its own timeout expires, so its
+        # timeout must be shorter than the timeout of a request here.
+        admin = driver.disable_topic_creation(
             Admin(**self._parameters.options(self._parameters.timeout * 0.8))
         )
         try:
@@ -84,9 +90,13 @@ class Cluster:
         return self._admin
 
     async def ping(self) -> None:
-        """Raise ``BackendUnavailable`` unless a broker answers soon."""
+        """Check that a broker responds.
+
+        Raises:
+            BackendUnavailable: No broker responds within ``PING_TIMEOUT_SECONDS``.
+        """
         async with self._request("ping", timeout=PING_TIMEOUT_SECONDS):
-            await self._ask(driver.metadata_request([]))
+            await self._exchange(driver.metadata_request([]))
 
     @asynccontextmanager
     async def _request(
@@ -99,11 +109,15 @@ class Cluster:
     # Topics
 
     async def topics(self) -> list[str]:
-        """The names of all topics but Kafka's own."""
+        """Return the names of all topics except Kafka's internal topics."""
         return [name for name, topic in (await self._describe(None)).items() if not topic.internal]
 
     async def partitions(self, topic: str, operation: str) -> int:
-        """How many partitions a topic has; ``QueueNotFound`` if it does not exist."""
+        """Return the number of partitions of a topic, from the cache unless it is outdated.
+
+        Raises:
+            QueueNotFound: The topic does not exist.
+        """
         known = await self._current_partitions(topic)
         if not known:
             raise not_found(topic, operation)
@@ -111,10 +125,14 @@ class Cluster:
 
     async def _current_partitions(self, topic: str) -> int:
         known = self.last_known_partitions.get(topic)
-        return await self.look(topic) if known is None or topic in self._outdated else known
+        return (
+            await self.count_partitions(topic)
+            if known is None or topic in self._outdated
+            else known
+        )
 
-    async def look(self, topic: str) -> int:
-        """How many partitions a topic has now; none if it does not exist."""
+    async def count_partitions(self, topic: str) -> int:
+        """Request the number of partitions of a topic; return 0 if it does not exist."""
         found = (await self._describe([topic])).get(topic)
         self._outdated.discard(topic)
         if found is None or not found.leaders:
@@ -123,15 +141,19 @@ class Cluster:
         self.last_known_partitions[topic] = len(found.leaders)
         return len(found.leaders)
 
-    def forget(self, topic: str) -> None:
-        """Look again before this topic is used."""
+    def invalidate(self, topic: str) -> None:
+        """Mark the cached number of partitions of a topic as outdated."""
         self._outdated.add(topic)
 
     async def create(
         self, topic: str, partitions: int, replicas: int, config: Mapping[str, str]
     ) -> None:
-        """Make a topic, unless it exists; returns when its partitions can be used."""
-        if await self.look(topic):
+        """Create a topic unless it exists; return when its partitions have leaders.
+
+        Raises:
+            ConfigError: Kafka does not accept the name, the replicas or the configuration.
+        """
+        if await self.count_partitions(topic):
             return
         async with self._request("declare", topic):
             new = NewTopic(topic, partitions, replicas, topic_configs=dict(config))
@@ -140,20 +162,21 @@ class Cluster:
                 error = errors.for_code(code)
                 if error is errors.InvalidTopicError and "collides" in (text or ""):
                     raise ConfigError(
-                        f"{text}: Kafka's metrics take '.' and '_' for the same, so rename one of "
-                        "them, or set a prefix",
+                        f"{text} (Kafka's metrics do not distinguish '.' and '_'): rename one of "
+                        "the channels, or set a prefix",
                         backend=BACKEND,
                         operation="declare",
                         queue=topic,
                     )
                 if error not in (errors.NoError, errors.TopicAlreadyExistsError):
                     raise error(text)
-            while not await self.look(topic):  # noqa: ASYNC110  # Kafka tells nobody
+            # Poll, because Kafka sends no notification.
+            while not await self.count_partitions(topic):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_INTERVAL_SECONDS)
             await self.offsets(topic, driver.LATEST)
 
     async def delete(self, topics: list[str]) -> None:
-        """Delete topics that exist; returns when they are gone."""
+        """Delete topics; return when they no longer exist."""
         async with self._request("delete", topics[0]):
             answer = await self._connected.delete_topics(topics)
             for _, code in answer.topic_error_codes:
@@ -161,17 +184,13 @@ class Cluster:
                 if error not in (errors.NoError, errors.UnknownTopicOrPartitionError):
                     raise error
             for topic in topics:
-                while await self.look(topic):  # noqa: ASYNC110  # Kafka tells nobody
+                # Poll, because Kafka sends no notification.
+                while await self.count_partitions(topic):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_INTERVAL_SECONDS)
-
-    async def brokers(self) -> int:
-        """How many brokers run."""
-        async with self._request("declare"):
-            return len((await self._ask(driver.metadata_request([]))).brokers)
 
     async def _describe(self, topics: list[str] | None) -> dict[str, _Topic]:
         async with self._request("describe"):
-            answer = await self._ask(driver.metadata_request(topics))
+            answer = await self._exchange(driver.metadata_request(topics))
         found: dict[str, _Topic] = {}
         for code, name, internal, partitions in answer.topics:
             error = errors.for_code(code)
@@ -186,23 +205,32 @@ class Cluster:
     # Offsets
 
     async def offsets(self, topic: str, which: int) -> dict[int, int]:
-        """The first (``EARLIEST``) or the next (``LATEST``) offset of each partition."""
+        """Return an offset of each partition.
+
+        Args:
+            topic: Name of the topic.
+            which: ``EARLIEST`` for the first offset, ``LATEST`` for the offset after the last
+                record.
+
+        Raises:
+            QueueNotFound: The topic does not exist.
+        """
         async with self._request("offsets", topic):
-            return await _once_ready(self._offsets, topic, which)
+            return await _retry_until_ready(self._offsets, topic, which)
 
     async def _offsets(self, topic: str, which: int) -> dict[int, int]:
         described = (await self._describe([topic])).get(topic)
         if described is None:
-            self.forget(topic)
+            self.invalidate(topic)
             raise not_found(topic, "offsets")
         by_leader: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for partition, leader in described.leaders.items():
-            if leader < 0:  # not elected yet, or all replicas are down
+            if leader < 0:  # no leader is elected yet, or all replicas are down
                 raise errors.LeaderNotAvailableError
             by_leader[leader].append((partition, which))
         found: dict[int, int] = {}
         for leader, partitions in by_leader.items():
-            answer = await self._ask(driver.offsets_request([(topic, partitions)]), leader)
+            answer = await self._exchange(driver.offsets_request([(topic, partitions)]), leader)
             for _, items in answer.topics:
                 for partition, code, _, offset in items:
                     if code:
@@ -211,7 +239,7 @@ class Cluster:
         return found
 
     async def delete_records(self, before: Mapping[Partition, int]) -> None:
-        """Delete what lies before these offsets."""
+        """Delete the records before the given offset in each partition."""
         if not before:
             return
         async with self._request("purge"):
@@ -221,16 +249,16 @@ class Cluster:
     # Groups
 
     async def groups(self) -> list[str]:
-        """The ids of all consumer groups."""
+        """Return the ids of all consumer groups, sorted."""
         async with self._request("groups"):
-            found = await _once_ready(self._connected.list_consumer_groups)
+            found = await _retry_until_ready(self._connected.list_consumer_groups)
         return sorted(str(group[0]) for group in found)
 
     async def members(self, group: str) -> int:
-        """How many consumers a group has."""
+        """Return the number of members of a group."""
         async with self._request("groups"):
             describe = self._connected.describe_consumer_groups
-            for answer in await _once_ready(describe, [group]):
+            for answer in await _retry_until_ready(describe, [group]):
                 for item in answer.groups:
                     return len(item[5])
         return 0
@@ -238,7 +266,7 @@ class Cluster:
     async def committed(
         self, group: str, topics: Iterable[str]
     ) -> dict[Partition, CommittedOffset]:
-        """What a group has committed for these topics."""
+        """Return the offsets that a group has committed for all partitions of these topics."""
         return await self.committed_of(
             group,
             [
@@ -251,12 +279,14 @@ class Cluster:
     async def committed_of(
         self, group: str, wanted: list[Partition]
     ) -> dict[Partition, CommittedOffset]:
-        """What a group has committed for these partitions."""
+        """Return the offsets that a group has committed for these partitions."""
         if not wanted:
             return {}
         async with self._request("offsets"):
-            ask = functools.partial(self._connected.list_consumer_group_offsets, partitions=wanted)
-            found = await _once_ready(ask, group)
+            list_offsets = functools.partial(
+                self._connected.list_consumer_group_offsets, partitions=wanted
+            )
+            found = await _retry_until_ready(list_offsets, group)
         return {
             tp: CommittedOffset(saved.offset, saved.metadata or "")
             for tp, saved in found.items()
@@ -264,31 +294,35 @@ class Cluster:
         }
 
     async def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
-        """Commit for a group; ``AckDeadlineExceeded`` if it has members: then they do it."""
+        """Commit offsets of a topic for a group without members.
+
+        Raises:
+            AckDeadlineExceeded: The group has members, and only they may commit.
+        """
         async with self._request("commit", topic):
-            await _once_ready(self._commit, group, topic, offsets)
+            await _retry_until_ready(self._commit, group, topic, offsets)
 
     async def _commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
         partitions = [(partition, offset, "") for partition, offset in offsets.items()]
         node = await self._connected.find_coordinator(group)
-        answer = await self._ask(driver.commit_request(group, topic, partitions), node)
+        answer = await self._exchange(driver.commit_request(group, topic, partitions), node)
         for _, items in answer.topics:
             for _, code in items:
                 if code:
                     raise errors.for_code(code)
 
     async def delete_groups(self, groups: list[str]) -> None:
-        """Forget groups; one that still has members stays."""
+        """Delete groups with their commits; a group with members is not deleted."""
         async with self._request("delete"):
             for group in groups:
-                await _once_ready(self._delete_group, group)
+                await _retry_until_ready(self._delete_group, group)
 
     async def _delete_group(self, group: str) -> None:
         node = await self._connected.find_coordinator(group)
-        await self._ask(driver.delete_groups_request([group]), node)
+        await self._exchange(driver.delete_groups_request([group]), node)
 
-    async def _ask(self, request: Any, node: int | None = None) -> Any:
-        """Send a request to this broker, or to whichever answers."""
+    async def _exchange(self, request: Any, node: int | None = None) -> Any:
+        """Send a request to a broker, by default the first reachable one; return the response."""
         if node is not None:
             return await self._send(node, request)
         failure: BaseException | None = None
@@ -305,14 +339,16 @@ class Cluster:
         try:
             return await client.send(node, request)
         except asyncio.CancelledError:
-            # Perhaps the network forgot this connection: the next request shall have another.
+            # The connection may be dead without an error, so use a new one for the next request.
             if asyncio.get_running_loop().time() - began >= DEAD_CONNECTION_SECONDS:
                 driver.disconnect(client, node)
             raise
 
 
-async def _once_ready(call: Callable[[*Arguments], Awaitable[R]], *arguments: *Arguments) -> R:
-    """The answer, as soon as the cluster no longer says "soon"; the caller sets the limit."""
+async def _retry_until_ready(
+    call: Callable[[*Arguments], Awaitable[R]], *arguments: *Arguments
+) -> R:
+    """Repeat a call until it raises no temporary error; the caller must set a timeout."""
     while True:
         try:
             return await call(*arguments)
@@ -329,9 +365,9 @@ class _Topic:
 
 
 def not_found(topic: str, operation: str) -> QueueNotFound:
-    """There is no such topic."""
+    """Return the error for a topic that does not exist."""
     return QueueNotFound(
-        f"there is no topic {topic!r} on this Kafka: declare it, or send to it first",
+        f"the topic {topic!r} does not exist on the Kafka cluster: declare it, or send to it first",
         backend=BACKEND,
         operation=operation,
         queue=topic,

@@ -1,7 +1,8 @@
-"""A message as it lies in a Kafka topic: the body is the value, everything else is a header.
+"""Conversion between envelopes and Kafka records.
 
-A console consumer shows it to a person as it was sent. qkit's own facts are headers that begin
-with ``qkit-``; a record without them was written by another program, and is a message as well.
+The body becomes the record's value, unchanged, so that a console consumer shows it as it was sent.
+The key becomes the record's key, and everything else a header. qkit's own headers begin with
+``qkit-``. A record without them is a foreign message.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ __all__ = [
 ]
 
 ID: Final = "qkit-id"
-ATTEMPT: Final = "qkit-attempt"  # deliveries so far; absent on what was never delivered
+ATTEMPT: Final = "qkit-attempt"  # number of deliveries so far; absent if 0
 NOT_BEFORE: Final = "qkit-not-before"
 EXPIRES_AT: Final = "qkit-expires-at"
 ORIGINAL_TOPIC: Final = "qkit-original-topic"
 ORIGINAL_PARTITION: Final = "qkit-original-partition"
 ORIGINAL_OFFSET: Final = "qkit-original-offset"
-REMOVED: Final = "qkit-removed"  # a marker: the message at this offset of the partition is gone
-DEAD_REASON: Final = "qkit-dead-reason"  # only dead letters have it
+REMOVED: Final = "qkit-removed"  # only on markers: the offset of the message to hide
+DEAD_REASON: Final = "qkit-dead-reason"  # only on dead letters
 
-_OWN: Final = frozenset(
+_OWN_HEADERS: Final = frozenset(
     {ID, ATTEMPT, NOT_BEFORE, EXPIRES_AT, ORIGINAL_TOPIC, ORIGINAL_PARTITION, ORIGINAL_OFFSET}
     | {REMOVED}
 )
@@ -43,7 +44,7 @@ Headers = Sequence[tuple[str, bytes | None]]
 
 
 class KafkaRecord(Protocol):
-    """What is read of the driver's record."""
+    """Attributes of the driver's record that this backend uses."""
 
     topic: str
     partition: int
@@ -55,7 +56,7 @@ class KafkaRecord(Protocol):
 
 
 class Origin(NamedTuple):
-    """Where a message lay when it was first delivered."""
+    """Position of a message at its first delivery."""
 
     topic: str
     partition: int
@@ -63,20 +64,31 @@ class Origin(NamedTuple):
 
 
 class RecordAttributes(NamedTuple):
-    """What a record says about its message beyond the envelope."""
+    """Data of a record that is not part of the envelope.
+
+    Attributes:
+        not_before: Time at which the message is due, in seconds since the epoch.
+        origin: Position at the first delivery; set for retried messages and dead letters.
+        removed: Offset of the message that this record hides; set for markers.
+    """
 
     not_before: float | None = None
     origin: Origin | None = None
     removed: int | None = None
 
 
-NO_ATTRIBUTES: Final = RecordAttributes()  # most messages: never delivered, never delayed
+NO_ATTRIBUTES: Final = RecordAttributes()
 
 
 def encode(
     envelope: Envelope, *, deliveries: int = 0, attributes: RecordAttributes = NO_ATTRIBUTES
 ) -> tuple[bytes | None, bytes, list[tuple[str, bytes]]]:
-    """Key, value and headers of ``envelope`` after so many deliveries.
+    """Return the key, value and headers of the record for ``envelope``.
+
+    Args:
+        envelope: The message.
+        deliveries: Number of deliveries so far; 0 by default.
+        attributes: Data that is not part of the envelope; none by default.
 
     >>> encode(Envelope("0190", b"{}", {"tenant": "acme"}, key="k"))
     (b'k', b'{}', [('qkit-id', b'0190'), ('tenant', b'acme')])
@@ -90,7 +102,7 @@ def encode(
         headers.append((EXPIRES_AT, _milliseconds(envelope.expires_at)))
     key = key_of(envelope)
     if RAW in envelope.headers:
-        _restore(envelope, headers)
+        _restore_raw(envelope, headers)
     if attributes is NO_ATTRIBUTES:
         return key, envelope.body, headers
     if attributes.not_before is not None:
@@ -104,9 +116,9 @@ def encode(
 
 
 def key_of(envelope: Envelope) -> bytes | None:
-    """Return the key of a message's record, as it came if another program wrote it.
+    """Return the key of the record for ``envelope``, as the original bytes of a foreign message.
 
-    A message is retried with the same key, so that it keeps its partition.
+    A replayed message thus goes to the same partition as the original.
     """
     if envelope.key is None:
         return None
@@ -117,8 +129,8 @@ def key_of(envelope: Envelope) -> bytes | None:
     return _bytes(envelope.key)
 
 
-def _restore(envelope: Envelope, headers: list[tuple[str, bytes]]) -> None:
-    """Give the headers that are unchanged the bytes that they came with."""
+def _restore_raw(envelope: Envelope, headers: list[tuple[str, bytes]]) -> None:
+    """Restore the original bytes of headers whose text has not changed."""
     raw = kept(envelope.headers)
     for at, (name, value) in enumerate(headers):
         original = raw.get("id" if name == ID else f"header:{name}")
@@ -127,15 +139,16 @@ def _restore(envelope: Envelope, headers: list[tuple[str, bytes]]) -> None:
 
 
 def marker(offset: int) -> tuple[None, bytes, list[tuple[str, bytes]]]:
-    """A record that hides the one at ``offset`` of its partition."""
+    """Return the key, value and headers of a marker that hides the message at ``offset``."""
     return None, b"", [(REMOVED, b"%d" % offset)]
 
 
 def decode(record: KafkaRecord) -> tuple[Envelope, RecordAttributes]:
-    """The message of a record; its ``attempt`` is that of the delivery to come.
+    """Return the envelope and the attributes of a record.
 
-    A foreign record has no id: its place in the log is one, and stays the same however often it
-    is delivered. Text that is not UTF-8 is replaced, and the header ``qkit-raw`` keeps its bytes.
+    The envelope's ``attempt`` is the number of the next attempt. The id of a foreign message is its
+    position in the log, so it is the same at each delivery. A byte that is not UTF-8 is replaced
+    with an escape, and the header ``qkit-raw`` keeps the original bytes.
     """
     id: str | None = None
     headers: dict[str, str] = {}
@@ -151,7 +164,7 @@ def decode(record: KafkaRecord) -> tuple[Envelope, RecordAttributes]:
                 raw["id" if name == ID else f"header:{name}"] = value
         if name == ID:
             id = text
-        elif name in _OWN:
+        elif name in _OWN_HEADERS:
             own[name] = text
         else:
             headers[name] = text
@@ -168,7 +181,7 @@ def decode(record: KafkaRecord) -> tuple[Envelope, RecordAttributes]:
         keep(headers, raw)
     envelope = Envelope(
         id,
-        record.value or b"",  # a foreign tombstone has no value at all
+        record.value or b"",  # a tombstone from another program has no value
         headers,
         key,
     )
@@ -182,7 +195,7 @@ def decode(record: KafkaRecord) -> tuple[Envelope, RecordAttributes]:
 
 
 def for_group(envelope: Envelope, group: str) -> bool:
-    """Whether a topic's message is for this group; the header has then done its duty."""
+    """Return whether a message of a topic is for ``group``; remove its group header."""
     addressed = envelope.headers.get(GROUP)
     if addressed is None:
         return True
@@ -198,7 +211,7 @@ def _origin(own: Mapping[str, str]) -> Origin | None:
 
 
 def _number(own: Mapping[str, str], name: str) -> int | None:
-    text = own.get(name, "")  # another program may have written anything here
+    text = own.get(name, "")  # another program may have written anything
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
@@ -208,7 +221,7 @@ def _seconds(own: Mapping[str, str], name: str) -> float | None:
 
 
 def _milliseconds(seconds: float) -> bytes:
-    """Rounded up, because a message must not come early."""
+    """Return whole milliseconds, rounded up so that no message is delivered early."""
     return b"%d" % max(0, math.ceil(round(seconds * 1000, 3)))
 
 

@@ -1,4 +1,4 @@
-"""Connection parameters that every client of the driver is created with."""
+"""Connection parameters of the driver's clients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,24 @@ from qkit.backends.kafka.errors import BACKEND
 
 __all__ = ["ConnectionParameters"]
 
-REQUEST_TIMEOUT_SECONDS: Final = 5.0  # then a request is lost, and its connection dead
+REQUEST_TIMEOUT_SECONDS: Final = 5.0  # after this time a connection counts as lost
 RETRY_BACKOFF_SECONDS: Final = 0.05
 
 
 class ConnectionParameters:
-    """Addresses of the brokers, login and TLS files."""
+    """Broker addresses, timeout, credentials and TLS files.
+
+    Args:
+        brokers: Broker addresses, ``host:port``, separated by commas.
+        timeout: Seconds to wait for a response or for the confirmation of a send; 10 by default.
+        sasl_mechanism: SASL mechanism; no authentication by default.
+        sasl_username: SASL user name.
+        sasl_password: SASL password.
+        tls: Whether to use TLS; implied if a TLS file is set.
+        tls_ca_file: PEM file of trusted CA certificates; those of the system by default.
+        tls_cert_file: PEM file of the client certificate; none by default.
+        tls_key_file: PEM file of its private key; not needed if ``tls_cert_file`` contains the key.
+    """
 
     def __init__(
         self,
@@ -43,9 +55,14 @@ class ConnectionParameters:
         self._tls = tls or any(path is not None for path in self._files)
 
     def options(self, request_timeout: float | None = None) -> dict[str, Any]:
-        """What every client of the driver is made with.
+        """Return the keyword arguments for a client of the driver.
 
-        Raises ``ConfigError`` for certificates that cannot be read.
+        Args:
+            request_timeout: Timeout of a request in seconds; by default the smaller of ``timeout``
+                and ``REQUEST_TIMEOUT_SECONDS``.
+
+        Raises:
+            ConfigError: A TLS file cannot be read or is not valid.
         """
         if request_timeout is None:
             request_timeout = min(REQUEST_TIMEOUT_SECONDS, self.timeout)

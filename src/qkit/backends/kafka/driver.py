@@ -1,18 +1,19 @@
-"""aiokafka as this backend uses it: its public names with types, and its private attributes.
+"""Access to aiokafka: aliases of its public names, and all uses of its private attributes.
 
-This is the only module that touches private attributes of aiokafka. aiokafka has no public call to
+This is the only module that uses private attributes of aiokafka. aiokafka has no public call to
 request metadata without creating the topic, to close a client that cannot reach its broker, to
 request a rebalance, or to read a batch whose header names are not UTF-8.
 
-Tested with aiokafka 0.13.0 and 0.14.0. The request classes of 0.12 and older are lists.
+Tested with aiokafka 0.13.0 and 0.14.0. In 0.12 and older, ``MetadataRequest`` is a list of classes.
 
-Fallback: ``create_nothing``, which every client passes, raises ``ConfigError`` if the installed
-version lacks an attribute, so that a service does not start and fail later in an outage. A missing
-parser for batches costs less: such a batch is reported as ``CorruptRecordException``.
+Fallback: ``disable_topic_creation``, which is called for every client, raises ``ConfigError`` if
+the installed version lacks an attribute. Otherwise the service would start, and fail only in an
+outage. Only the batch parser may be missing: a batch whose header names are not UTF-8 then raises
+``CorruptRecordException``.
 """
 
 # pyright: reportMissingTypeStubs=false
-# The driver has none.
+# aiokafka has no type stubs.
 
 from __future__ import annotations
 
@@ -52,14 +53,14 @@ __all__ = [
     "close_admin",
     "close_consumer",
     "close_producer",
-    "create_nothing",
+    "disable_topic_creation",
     "errors",
     "partition_of",
     "rejoin",
     "send_batch",
 ]
 
-# The driver ships no types: what comes from it is looked at where it is used.
+# aiokafka has no types.
 _aiokafka: Any = aiokafka
 _admin: Any = aiokafka.admin
 _fetcher: Any = aiokafka.consumer.fetcher
@@ -86,7 +87,7 @@ Listener: Final[Any] = _aiokafka.ConsumerRebalanceListener
 if TYPE_CHECKING:
 
     class Partition(NamedTuple):
-        """A partition of a topic: aiokafka's ``TopicPartition``, with types."""
+        """Partition of a topic; a typed version of aiokafka's ``TopicPartition``."""
 
         topic: str
         partition: int
@@ -96,35 +97,36 @@ else:
 
 EARLIEST: Final = -2
 LATEST: Final = -1
-CLOSE_TIMEOUT_SECONDS: Final = 5.0  # for a client to disconnect; then its tasks are cancelled
+CLOSE_TIMEOUT_SECONDS: Final = 5.0  # for a client to disconnect; after that it is closed forcibly
 FORCED_CLOSE_SECONDS: Final = 1.0
 
 
-def _holds_no_secret(record: logging.LogRecord) -> bool:
-    """The driver logs every request at DEBUG, the one with the password too."""
+def _has_no_credentials(record: logging.LogRecord) -> bool:
+    """Return whether a log record has no credentials; aiokafka logs login requests at DEBUG."""
     arguments = record.args if isinstance(record.args, tuple) else ()
     return not any(type(item).__name__.startswith("SaslAuthenticate") for item in arguments)
 
 
-logging.getLogger("aiokafka.conn").addFilter(_holds_no_secret)
+logging.getLogger("aiokafka.conn").addFilter(_has_no_credentials)
 
 
 _MemoryRecords: Any = _fetcher.MemoryRecords
 _DriverRecords: Any = _fetcher.PartitionRecords
 
 
-class _Records(_MemoryRecords):  # type: ignore[misc,unused-ignore]  # it has no types
-    """Batches as they were fetched; the bytes are kept for a batch that must be read again."""
+class _Records(_MemoryRecords):  # type: ignore[misc,unused-ignore]  # aiokafka has no types
+    """Fetched batches that keep their bytes, so that a batch can be parsed again."""
 
     def __init__(self, data: bytes) -> None:
         _MemoryRecords.__init__(self, data)
         self.data = data
 
 
-class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # the same
-    """The records of a fetch, also where the driver's parser fails.
+class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # aiokafka: no types
+    """Records of a fetch, including those that the driver's parser cannot read.
 
-    The driver decodes the names of headers as UTF-8, and drops what it has read before an error.
+    The driver's parser fails on a header name that is not UTF-8. After an error, the driver drops
+    the records that it has already read.
     """
 
     def __init__(self, partition: Any, records: Any, aborted: Any, offset: int, *more: Any) -> None:
@@ -138,17 +140,18 @@ class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # 
         except StopIteration:
             raise
         except Exception as error:
-            self._records_iterator = iter(())  # the driver's generator ended with the error
+            self._records_iterator = iter(())  # the error ended the driver's generator
             if _is_undecodable(error) and _BatchParser is not None:
-                rest = lenient_decoding.records_from(
+                remaining = lenient_decoding.records_from(
                     self._records.data, self.next_fetch_offset, _open_batch
                 )
                 self._records_iterator = itertools.chain(
-                    self._read_leniently(rest), self._unpack_records()
+                    self._read_leniently(remaining), self._unpack_records()
                 )
                 return next(self._records_iterator)
             if self.next_fetch_offset > self._first:
-                raise StopIteration from error  # deliver what came before; the next fetch raises
+                # Deliver the earlier records first; the next fetch raises the error.
+                raise StopIteration from error
             if isinstance(error, errors.KafkaError):
                 raise
             raise errors.CorruptRecordException(f"{self._tp}: {error!r}") from error
@@ -161,7 +164,11 @@ class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # 
 
 
 def _is_undecodable(error: BaseException) -> bool:
-    """Whether text was not UTF-8; of the driver's parsers only the one in C raises this error."""
+    """Return whether an error was caused by bytes that are not UTF-8.
+
+    The driver's C parser raises ``UnicodeDecodeError``. Its Python parser raises another error,
+    with ``UnicodeDecodeError`` as the cause.
+    """
     return isinstance(error, UnicodeDecodeError) or isinstance(error.__cause__, UnicodeDecodeError)
 
 
@@ -188,7 +195,7 @@ _fetcher.PartitionRecords = _PartitionRecords
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """The partition of a key, as every Kafka client computes it.
+    """Return the partition of a key, computed as in Kafka's Java client.
 
     >>> partition_of(b"customer-7", 12)
     7
@@ -198,25 +205,25 @@ def partition_of(key: bytes, partitions: int) -> int:
 
 
 def client_of(user: Any) -> Any:
-    """The connection pool of a consumer, producer or admin client."""
+    """Return the low-level client of a consumer, producer or admin client."""
     return user.client if hasattr(user, "client") else user._client
 
 
 def disconnect(client: Any, node: int) -> None:
-    """Give up the connection to a broker; the next request makes another."""
+    """Close the connection to a broker; the next request opens a new one."""
     for (other, _), connection in list(client._conns.items()):
         if other == node:
             connection.close()
 
 
-def create_nothing(user: Any) -> Any:
-    """Let a client ask for metadata without creating the topics it asks about; returns it.
+def disable_topic_creation(user: Any) -> Any:
+    """Make a client request metadata without creating missing topics; return the client.
 
-    Otherwise every client that still knows a deleted topic brings it back, with the broker's
-    defaults instead of the declared ones.
+    Otherwise every client that still refers to a deleted topic would create it again, with the
+    broker's defaults instead of the declared configuration.
 
     Raises:
-        ConfigError: the installed aiokafka lacks an attribute that this module uses.
+        ConfigError: The installed version of aiokafka lacks an attribute that this module uses.
     """
     _check_internals(user)
     client = client_of(user)
@@ -247,7 +254,7 @@ def create_nothing(user: Any) -> Any:
 
 
 def _check_internals(user: Any) -> None:
-    """Raise ``ConfigError`` if this version of aiokafka lacks what this module uses."""
+    """Raise ``ConfigError`` if aiokafka lacks an attribute that this module uses."""
     missing = [
         f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}"
         for owner, names in _internals(user)
@@ -259,14 +266,14 @@ def _check_internals(user: Any) -> None:
     if missing:
         raise ConfigError(
             f"aiokafka {_aiokafka.__version__} is not supported: it has no {', '.join(missing)}; "
-            "install a version that qkit is tested with: 0.13 or 0.14",
+            "install version 0.13 or 0.14",
             backend="kafka",
             operation="start",
         )
 
 
 def _internals(user: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Objects of the driver with the private attributes that this module uses of them."""
+    """Yield driver objects and classes, each with the attributes that this module uses."""
     yield user, () if hasattr(user, "client") else ("_client",)
     if hasattr(user, "client") or hasattr(user, "_client"):
         yield client_of(user), ("_conns", "_get_conn", "_metadata_update")
@@ -284,43 +291,47 @@ def _internals(user: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
 
 
 def metadata_request(topics: list[str] | None) -> Any:
-    """About these topics, or all of them; none is created."""
+    """Return a metadata request for ``topics``, or for all if ``None``, that creates no topic."""
     return _metadata.MetadataRequest(topics, allow_auto_topic_creation=False)
 
 
 def offsets_request(topics: list[tuple[str, list[tuple[int, int]]]]) -> Any:
-    """The first or the next offset of partitions."""
+    """Return a request for an offset of each partition.
+
+    Args:
+        topics: For each topic, pairs of a partition and ``EARLIEST`` or ``LATEST``.
+    """
     return _offset.OffsetRequest(-1, 0, topics)
 
 
 def commit_request(group: str, topic: str, partitions: list[tuple[int, int, str]]) -> Any:
-    """A commit for a group without members."""
+    """Return a request to commit offsets for a group without members."""
     return _commit.OffsetCommitRequest(group, -1, "", -1, [(topic, partitions)])
 
 
 def delete_groups_request(groups: list[str]) -> Any:
-    """Forget groups that have no members."""
+    """Return a request to delete groups that have no members."""
     return _admin_requests.DeleteGroupsRequest(groups)
 
 
 def rejoin(consumer: Any) -> None:
-    """Ask for another round of the group, to say something new to its leader."""
+    """Request a rebalance, in which this member reports its current state to the leader."""
     coordinator = consumer._coordinator
     if coordinator is not None:
         coordinator.request_rejoin()
 
 
 def generation_of(consumer: Any) -> int:
-    """The round of the group in which this consumer takes part."""
+    """Return the generation of the group that a consumer has joined; -1 before it joins."""
     coordinator = consumer._coordinator
     return -1 if coordinator is None else int(coordinator.generation)
 
 
 async def close_consumer(consumer: Any) -> None:
-    """Leave the group at once and disconnect; a broker that does not answer is not waited for.
+    """Leave the group immediately and disconnect; wait only briefly for an unresponsive broker.
 
-    The driver's own way would wait for a rebalance that is under way, and not leave at all if that
-    takes too long: then the group waits a whole session for a member that is gone.
+    The driver's ``stop`` waits for a rebalance in progress. If the rebalance takes too long, it
+    does not leave the group. The other members then wait until the session of this member expires.
     """
     consumer._closed = True
     coordinator, fetcher = consumer._coordinator, consumer._fetcher
@@ -342,27 +353,33 @@ async def close_consumer(consumer: Any) -> None:
 async def _leave_group(client: Any, coordinator: Any) -> None:
     if coordinator.member_id and coordinator.coordinator_id is not None:
         request = _group.LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
-        # Not on the group's own connection: there it would stand behind a join that waits.
+        # Do not use the group's connection, where a pending join would delay the request.
         await _within(FORCED_CLOSE_SECONDS, client.send(coordinator.coordinator_id, request))
 
 
 async def send_batch(
     producer: Any, batch: Any, first: Any, target: Partition
 ) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
-    """Add a batch to those that the driver sends; ``first`` is its metadata of the first record.
+    """Queue a batch for sending.
 
-    The driver's own ``send_batch`` does the same, but returns only a shield around the batch's
-    future, whose result arrives a few turns of the loop later.
+    The driver's own ``send_batch`` does the same, but returns only a shielded future, which is done
+    a few iterations of the event loop after the future of the batch.
+
+    Args:
+        producer: The driver's producer.
+        batch: Closed batch builder of the driver.
+        first: The driver's metadata of the first record in the batch.
+        target: Partition to send to.
 
     Returns:
-        The future of the batch, which must not be cancelled, and a future of its first record,
+        The future of the batch, which must not be cancelled, and the future of its first record,
         which may be cancelled.
     """
     accumulator = producer._message_accumulator
     if target.partition not in (producer.client.cluster.partitions_for_topic(target.topic) or ()):
         await _load_metadata(producer, target)
     if accumulator._batches.get(target):
-        await _wait_for_turn(accumulator, target, producer._request_timeout_ms / 1000)
+        await _wait_until_drained(accumulator, target, producer._request_timeout_ms / 1000)
     if accumulator._closed:
         raise errors.ProducerClosed
     if accumulator._exception is not None:
@@ -375,7 +392,11 @@ async def send_batch(
 
 
 async def _load_metadata(producer: Any, target: Partition) -> None:
-    """Wait until the producer knows a partition: its topic is new to it, or has grown."""
+    """Wait until the producer has the metadata of a partition.
+
+    Raises:
+        UnknownTopicOrPartitionError: The partition does not exist.
+    """
     if target.partition in await producer.partitions_for(target.topic):
         return
     await producer.client.force_metadata_update()
@@ -383,11 +404,14 @@ async def _load_metadata(producer: Any, target: Partition) -> None:
         raise errors.UnknownTopicOrPartitionError(target)
 
 
-async def _wait_for_turn(accumulator: Any, target: Partition, timeout: float) -> None:
-    """Wait until the driver holds no batch for a partition that it has not sent yet.
+async def _wait_until_drained(accumulator: Any, target: Partition, timeout: float) -> None:
+    """Wait until the driver has sent all earlier batches of a partition.
 
-    The driver's own wait subtracts all the time since its start at each turn. With ten batches
-    in line it times out after a fifth of the time it was given.
+    The driver's own wait does not keep its timeout: at each iteration it subtracts the whole time
+    since the start again. With ten waiting batches it ends after a fifth of the timeout.
+
+    Raises:
+        KafkaTimeoutError: The batches were not sent within ``timeout`` seconds.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -399,20 +423,25 @@ async def _wait_for_turn(accumulator: Any, target: Partition, timeout: float) ->
 
 
 def has_ended(producer: Any) -> bool:
-    """Whether a producer met an error after which it sends nothing more."""
+    """Return whether the send task of a producer has ended, so that it sends nothing more."""
     sender_task = producer._sender.sender_task
     return sender_task is not None and bool(sender_task.done())
 
 
 async def close_producer(producer: Any, *, flush: float = CLOSE_TIMEOUT_SECONDS) -> None:
-    """Wait so long for what is on its way, then give it up and disconnect."""
+    """Disconnect a producer.
+
+    Args:
+        producer: The producer.
+        flush: Seconds to wait for unconfirmed batches before they are dropped; 5 by default.
+    """
     if flush > 0 and await _within(flush, producer.stop()):
         return
     producer._closed = True
-    producer._message_accumulator._closed = True  # what comes now is refused
+    producer._message_accumulator._closed = True  # reject further batches
     sender_task = producer._sender.sender_task
     if sender_task is not None:
-        for _ in range(3):  # it waits for its requests, and each takes a cancellation
+        for _ in range(3):  # each request that the task awaits may consume a cancellation
             sender_task.cancel()
             await asyncio.wait({sender_task}, timeout=0.05)
             if sender_task.done():
@@ -425,18 +454,21 @@ async def close_producer(producer: Any, *, flush: float = CLOSE_TIMEOUT_SECONDS)
 
 
 def _count_as_pending(accumulator: Any) -> None:
-    """What waited to be tried again; else the driver stumbles, in a callback, when it is failed."""
+    """Add batches that wait for a retry to the driver's set of pending batches.
+
+    Otherwise a callback of the driver raises an error when such a batch fails.
+    """
     for batches in accumulator._batches.values():
         accumulator._pending_batches.update(batches)
 
 
 async def close_admin(admin: Any) -> None:
-    """Disconnect."""
+    """Disconnect an admin client."""
     await _within(CLOSE_TIMEOUT_SECONDS, admin.close())
 
 
 async def _within(seconds: float, work: Any) -> bool:
-    """Whether it came to its end, well or not, in time."""
+    """Await ``work``, ignoring errors of the driver; return false if it timed out."""
     try:
         async with asyncio.timeout(seconds):
             with contextlib.suppress(errors.KafkaError, OSError):

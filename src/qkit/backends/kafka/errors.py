@@ -22,7 +22,7 @@ __all__ = ["BACKEND", "DRIVER_ERRORS", "to_queue_error", "translate_errors"]
 
 BACKEND: Final = "kafka"
 
-DRIVER_ERRORS: Final = (
+DRIVER_ERRORS: Final[tuple[type[Exception], ...]] = (
     errors.KafkaError,
     errors.ConsumerStoppedError,
     errors.IllegalOperation,
@@ -32,93 +32,98 @@ DRIVER_ERRORS: Final = (
 
 
 def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
-    """Return what an error of the driver means; the most specific kinds come first."""
+    """Return the class and the text of the ``QueueError`` for a driver error."""
     retriable = bool(getattr(error, "retriable", False))
     kind, text = next(
         (meaning for kinds, meaning in _MEANINGS.items() if isinstance(error, kinds)),
-        (BackendUnavailable, "Kafka cannot do it now") if retriable else (QueueError, "refused"),
+        (BackendUnavailable, "Kafka cannot process the request now")
+        if retriable
+        else (QueueError, "Kafka rejected the request"),
     )
-    said = error_text(error)[:300] or type(error).__name__
-    return kind, f"{text} ({said})"
+    detail = error_text(error)[:300] or type(error).__name__
+    return kind, f"{text} ({detail})"
 
 
 translate_errors: Final = ErrorTranslator(BACKEND, DRIVER_ERRORS, _meaning)
 to_queue_error: Final = translate_errors.error
 
+# The first match applies, so subclasses come before their base classes.
 _MEANINGS: Final[Mapping[Any, tuple[type[QueueError], str]]] = {
     (errors.MessageSizeTooLargeError, errors.RecordListTooLargeError, errors.RecordTooLargeError): (
         PayloadTooLarge,
-        "the message is larger than the topic takes: raise its max.message.bytes",
+        "the message is larger than the topic allows: increase max.message.bytes of the topic",
     ),
     (errors.UnknownTopicOrPartitionError,): (
         QueueNotFound,
-        "there is no such topic: declare it, or send to it first",
+        "the topic does not exist: declare it, or send to it first",
     ),
     (errors.SaslAuthenticationFailed, errors.AuthenticationFailedError): (
         BackendUnavailable,
-        "Kafka refuses the login: check sasl_username and sasl_password",
+        "Kafka rejected the login: check sasl_username and sasl_password",
     ),
     (
         errors.UnsupportedSaslMechanismError,
         errors.IllegalSaslStateError,
         errors.AuthenticationMethodNotSupported,
-    ): (ConfigError, "Kafka does not take this way to log in: check sasl_mechanism"),
+    ): (ConfigError, "Kafka does not support this login mechanism: check sasl_mechanism"),
     (
         errors.TopicAuthorizationFailedError,
         errors.GroupAuthorizationFailedError,
         errors.ClusterAuthorizationFailedError,
         errors.TransactionalIdAuthorizationFailed,
-    ): (ConfigError, "the user may not do this on Kafka: grant it, or use another user"),
+    ): (
+        ConfigError,
+        "the Kafka user lacks a permission: grant the permission, or use another user",
+    ),
     (errors.InvalidTopicError,): (
         ConfigError,
-        "Kafka takes no topic of this name: choose another, or a prefix",
+        "Kafka does not allow this topic name: choose another name or prefix",
     ),
     (errors.InvalidReplicationFactorError,): (
         ConfigError,
-        "replicas is more than the brokers that run: add brokers, or lower it",
+        "replicas exceeds the number of running brokers: add brokers, or decrease replicas",
     ),
     (
         errors.InvalidPartitionsError,
         errors.InvalidConfigurationError,
         errors.PolicyViolationError,
         errors.InvalidReplicationAssignmentError,
-    ): (ConfigError, "Kafka refuses a topic like this"),
+    ): (ConfigError, "Kafka rejected the configuration of the topic"),
     (
         errors.InconsistentGroupProtocolError,
         errors.InvalidGroupIdError,
         errors.InvalidSessionTimeoutError,
     ): (
         ConfigError,
-        "another program consumes with this group: set another group_prefix",
+        "Kafka rejected the consumer group: another program may use it; set another group_prefix",
     ),
     (errors.UnsupportedCodecError,): (
         ConfigError,
-        "a batch is compressed and the codec to read it is not installed: install the library "
-        "cramjam, which the extra 'kafka' includes, and start again; nothing is skipped",
+        "a compressed batch cannot be read: install cramjam, which the extra 'kafka' includes, and "
+        "restart the service; no message is skipped",
     ),
     (errors.CorruptRecordException,): (
         QueueError,
-        "a batch in the log cannot be read: it is damaged, or written in a form that aiokafka does "
-        "not know",
+        "a batch in the log cannot be read: it is corrupt, or aiokafka does not support its format",
     ),
     (errors.UnsupportedVersionError, errors.IncompatibleBrokerVersion): (
         ConfigError,
-        "this Kafka is too old for that",
+        "this Kafka version does not support the request: upgrade the brokers",
     ),
     (
         errors.CommitFailedError,
         errors.IllegalGenerationError,
         errors.UnknownMemberIdError,
         errors.RebalanceInProgressError,
-    ): (AckDeadlineExceeded, "the partition went to another consumer"),
-    (errors.KafkaTimeoutError,): (SendTimeout, "Kafka did not confirm in time"),
+    ): (AckDeadlineExceeded, "the partition was assigned to another consumer"),
+    (errors.KafkaTimeoutError,): (SendTimeout, "Kafka did not confirm the messages in time"),
     (errors.NotEnoughReplicasError, errors.NotEnoughReplicasAfterAppendError): (
         BackendUnavailable,
         "too few replicas are in sync",
     ),
     (errors.RequestTimedOutError, TimeoutError): (
         BackendUnavailable,
-        "Kafka did not answer in time",
+        "Kafka did not respond in time",
     ),
     (
         errors.ProducerClosed,
@@ -129,7 +134,7 @@ _MEANINGS: Final[Mapping[Any, tuple[type[QueueError], str]]] = {
         errors.InvalidProducerIdMapping,
         errors.ConsumerStoppedError,
         errors.IllegalStateError,
-    ): (BackendUnavailable, "the connection was given up and is made anew"),
+    ): (BackendUnavailable, "the connection was closed and will be reopened"),
     (
         errors.KafkaConnectionError,
         errors.NoBrokersAvailable,

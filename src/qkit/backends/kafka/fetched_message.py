@@ -1,4 +1,4 @@
-"""A message that was read from a partition, with its offset and the tracker of the partition."""
+"""Message that a consumer has read from a partition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ __all__ = ["FetchedMessage"]
 
 
 class FetchedMessage:
-    """A message that was read, its partition and offset, and the delivery that holds it."""
+    """Message with its position, the tracker of its partition, and its unsettled delivery.
+
+    Args:
+        tracker: Tracker of the partition.
+        partition: Partition of the record.
+        offset: Offset of the record.
+        envelope: The message.
+        attributes: Attributes of the record.
+    """
 
     __slots__ = ("_attributes", "envelope", "held", "offset", "partition", "tracker")
 
@@ -24,22 +32,26 @@ class FetchedMessage:
         envelope: Envelope,
         attributes: RecordAttributes,
     ) -> None:
-        self.tracker = tracker
-        self.partition = partition
-        self.offset = offset
-        self.envelope = envelope
-        self.held: Delivery | None = None  # the delivery that is not settled yet
+        self.tracker: OffsetTracker = tracker
+        self.partition: Partition = partition
+        self.offset: int = offset
+        self.envelope: Envelope = envelope
+        #: The unsettled delivery of the message; ``None`` if it is not in flight.
+        self.held: Delivery | None = None
         self._attributes = attributes
 
     @property
     def attributes(self) -> RecordAttributes:
-        """Attributes of its record; the origin is its own position unless the record names one."""
+        """Attributes of the record; ``origin`` defaults to the position of the record."""
         if self._attributes.origin is None:
             return self._attributes._replace(origin=Origin(*self.partition, self.offset))
         return self._attributes
 
     @property
     def pending(self) -> bool:
-        """Whether it is this consumer's to deliver: not settled, purged, or gone to another."""
+        """Whether this consumer still has to settle the message.
+
+        False after the message was settled or purged, and after this consumer lost the partition.
+        """
         tracker = self.tracker
         return not tracker.lost and tracker.pending.get(self.offset) is self

@@ -1,7 +1,7 @@
-"""A batch of records read once more, where the names of headers are not UTF-8.
+"""Parser for batches with header names that are not UTF-8.
 
-Kafka takes any bytes as the name of a header, and the driver's parser refuses the whole batch. This
-one is slower and reads such a batch alone.
+Kafka allows any bytes in a header name, but the driver's parser rejects the whole batch if a name
+is not UTF-8. This parser is slower and is used only for such batches.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from qkit.backends.common.raw_text import RAW, text_of
 
 __all__ = ["Batch", "EncodedBatch", "Record", "records_from"]
 
-LOG_OVERHEAD: Final = 12  # bytes of the base offset and the length in front of a batch
-MAGIC_AT: Final = 16  # where the version of a batch stands
-WITH_HEADERS: Final = 2  # the first version that has headers
+LOG_OVERHEAD: Final = 12  # bytes of the base offset and the length at the start of each batch
+MAGIC_AT: Final = 16  # position of the format version in a batch
+WITH_HEADERS: Final = 2  # first record format with headers
 LOG_APPEND_TIME: Final = 1
 
 
 class Record(NamedTuple):
-    """A record as the driver gives it."""
+    """Parsed record with the attributes of the driver's records."""
 
     offset: int
     timestamp: int
@@ -34,14 +34,14 @@ class Record(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What is left of a batch, and the offset behind it."""
+    """Remaining records of a batch, and the offset at which the next batch starts."""
 
     records: Iterator[Record]
     next_offset: int
 
 
 class EncodedBatch(NamedTuple):
-    """The header of a batch, and a function that returns its records, decompressed."""
+    """Header fields of a batch, and a function that returns its decompressed records."""
 
     base_offset: int
     next_offset: int
@@ -53,14 +53,18 @@ class EncodedBatch(NamedTuple):
 
 
 def records_from(data: bytes, offset: int, open_batch: Callable[[bytes], EncodedBatch]) -> Batch:
-    """Return the records from ``offset`` on of the batch that holds it.
+    """Return the records from ``offset`` to the end of the batch that contains it.
 
-    Headers whose names are not UTF-8 have replaced names, and ``qkit-raw`` keeps the bytes.
+    A byte of a header name that is not UTF-8 is replaced with an escape. The header ``qkit-raw``
+    keeps the original bytes.
 
     Args:
-        data: whole batches, as they were fetched.
-        offset: the first offset to return.
-        open_batch: parses the header of one batch.
+        data: Complete batches, as fetched.
+        offset: First offset to return.
+        open_batch: Parses the header of a batch.
+
+    Raises:
+        ValueError: No batch contains ``offset``.
     """
     at = 0
     while at + LOG_OVERHEAD <= len(data):
@@ -70,7 +74,7 @@ def records_from(data: bytes, offset: int, open_batch: Callable[[bytes], Encoded
             if batch.next_offset > offset:
                 return Batch(_records(batch, offset), batch.next_offset)
         at = end
-    raise ValueError(f"no batch has the offset {offset}")
+    raise ValueError(f"no batch contains offset {offset}")
 
 
 def _records(batch: EncodedBatch, first: int) -> Iterator[Record]:
@@ -85,9 +89,9 @@ def _records(batch: EncodedBatch, first: int) -> Iterator[Record]:
 
 
 def _record(batch: EncodedBatch, data: bytes, at: int) -> Record:
-    at += 1  # attributes, of which there are none
-    later, at = _varint(data, at)
-    behind, at = _varint(data, at)
+    at += 1  # skip the attributes byte, which is unused
+    timestamp_delta, at = _varint(data, at)
+    offset_delta, at = _varint(data, at)
     key, at = _bytes(data, at)
     value, at = _bytes(data, at)
     count, at = _varint(data, at)
@@ -103,8 +107,9 @@ def _record(batch: EncodedBatch, data: bytes, at: int) -> Record:
     if raw:
         headers.append((RAW, json.dumps(raw).encode()))
     appended = batch.timestamp_type == LOG_APPEND_TIME
-    timestamp = batch.max_timestamp if appended else batch.first_timestamp + later
-    return Record(batch.base_offset + behind, timestamp, batch.timestamp_type, key, value, headers)
+    timestamp = batch.max_timestamp if appended else batch.first_timestamp + timestamp_delta
+    offset = batch.base_offset + offset_delta
+    return Record(offset, timestamp, batch.timestamp_type, key, value, headers)
 
 
 def _bytes(data: bytes, at: int) -> tuple[bytes | None, int]:

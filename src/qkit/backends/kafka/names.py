@@ -1,4 +1,4 @@
-"""What a channel's topics and groups are called."""
+"""Names of the topics and consumer groups of a channel."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from qkit.errors import ConfigError
 __all__ = ["TopicNames"]
 
 RETRY: Final = ".retry"
-REMOVED: Final = "::removed"  # no group's name can hold a colon
+REMOVED: Final = "::removed"  # cannot be a group of a topic: a group name contains no colon
 
 
 class TopicNames:
-    """Topics are named as their channels; groups after them, so that a person finds them.
+    """Names of topics and consumer groups, derived from the name of a channel.
+
+    Args:
+        group_prefix: Prefix of all consumer group names; empty by default.
 
     >>> names = TopicNames("staging.")
     >>> names.retry("orders"), names.group("orders", None), names.group("prices", "mail")
@@ -25,19 +28,26 @@ class TopicNames:
         self._prefix = group_prefix
 
     def retry(self, queue: str) -> str:
-        """The topic where a channel's messages wait for their time."""
+        """Return the name of a channel's retry topic, for delayed and retried messages."""
         return queue + RETRY
 
     def group(self, queue: str, group: str | None) -> str:
-        """The consumer group of a queue, or of a topic's group."""
+        """Return the consumer group id of a queue (``group=None``) or of a topic's group."""
         return self._prefix + queue + ("" if group is None else f":{group}")
 
     def markers(self, queue: str) -> str:
-        """A group without members; its commit says how far markers of removed messages go."""
+        """Return the id of the marker group, whose commit is the offset after the last marker.
+
+        A marker is a record that hides a removed message. The group has no members.
+        """
         return self._prefix + queue + REMOVED
 
     def groups(self, queue: str, known: list[str]) -> dict[str, str | None]:
-        """The groups that receive from a channel, with their names there; a queue has one."""
+        """Return the consumer groups in ``known`` that belong to a channel.
+
+        The keys are group ids. The values are the group names of a topic. If no group of a topic is
+        known, the only entry is the group of the queue, with the value ``None``.
+        """
         own = self.group(queue, None)
         found: dict[str, str | None] = {
             name: name[len(own) + 1 :]
@@ -47,15 +57,19 @@ class TopicNames:
         return found or {own: None}
 
     def is_channel(self, topic: str) -> bool:
-        """Whether a topic is a channel, and not the waiting room of one."""
+        """Return whether a Kafka topic is a channel and not a retry topic."""
         return not topic.endswith(RETRY)
 
     def check(self, queue: str) -> None:
-        """Refuse a channel that would be the waiting room of another."""
+        """Check that the name of a channel does not collide with a retry topic.
+
+        Raises:
+            ConfigError: The name ends in ``.retry``.
+        """
         if not self.is_channel(queue):
             raise ConfigError(
-                f"{queue!r}: on Kafka messages of {queue.removesuffix(RETRY)!r} wait in a topic of "
-                "this name; choose one that does not end in '.retry'",
+                f"{queue!r} is the name of the retry topic of {queue.removesuffix(RETRY)!r} on "
+                "Kafka: choose a name that does not end in '.retry'",
                 backend=BACKEND,
                 operation="declare",
                 queue=queue,

@@ -1,8 +1,9 @@
-"""What of one partition is settled: out of order, committed as a low-water mark with its gaps.
+"""Offset tracking for one partition whose messages are settled in any order.
 
-Kafka knows one number for a group and a partition: everything below it is done. The mark is the
-oldest message that is still held, so a slow one pins it while others finish behind it. What they
-finished travels in the commit's metadata: whoever takes the partition over skips it.
+For each group and partition, Kafka stores one committed offset, before which all messages are
+settled. It is the offset of the oldest unsettled message, so one slow message holds it back while
+later messages are settled. The metadata of the commit lists the later messages that are still
+unsettled. The next consumer of the partition skips the others.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ from typing import Final, NamedTuple
 
 __all__ = ["CommittedOffset", "OffsetTracker", "count_unsettled"]
 
-METADATA_LIMIT: Final = 4_096  # bytes, Kafka's own default
+METADATA_LIMIT: Final = 4_096  # bytes; Kafka's default for offset.metadata.max.bytes
 _METADATA: Final = re.compile(r"qk1 (\d{1,18}) (\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")
 
 
 class CommittedOffset(NamedTuple):
-    """A commit as the group's coordinator keeps it."""
+    """Committed offset of one partition, with its metadata, as the coordinator stores it."""
 
     offset: int
     metadata: str = ""
 
 
 class OffsetTracker:
-    """One partition while this consumer has it.
+    """State of one partition while it is assigned to this consumer.
+
+    Args:
+        start: First offset to read.
+        metadata: Metadata of the commit at ``start``.
+        saved: Last commit that the coordinator has stored, if any.
 
     >>> tracker = OffsetTracker(7)
     >>> for offset in (7, 8, 9):
@@ -39,50 +45,56 @@ class OffsetTracker:
     CommittedOffset(offset=10, metadata='')
     """
 
-    __slots__ = ("_gone_until", "_left", "end", "held", "lost", "pending", "saved", "start")
+    __slots__ = ("_unsettled", "_window_end", "end", "held", "lost", "pending", "saved", "start")
 
     def __init__(
         self, start: int, metadata: str = "", saved: CommittedOffset | None = None
     ) -> None:
-        self.start = CommittedOffset(start)
-        self.end = start  # the offset after the last that was read
-        self.pending: dict[int, object] = {}  # read, not settled: what by whom is theirs to say
-        self.held = 0  # how many of them somebody works on
-        self.saved = saved  # what the coordinator has, as far as we know
-        self.lost = False  # another consumer has the partition
-        self._gone_until, self._left = _parse(start, metadata)
+        self.start: CommittedOffset = CommittedOffset(start)
+        #: Offset after the last message that was read or skipped.
+        self.end: int = start
+        #: Messages that were read and not settled, by offset. The caller of ``read`` chooses the
+        #: values.
+        self.pending: dict[int, object] = {}
+        #: Number of pending messages that are in flight.
+        self.held: int = 0
+        #: Last commit that the coordinator is known to have stored.
+        self.saved: CommittedOffset | None = saved
+        #: Whether this consumer has lost the partition; another consumer may have it.
+        self.lost: bool = False
+        self._window_end, self._unsettled = _parse(start, metadata)
 
     def is_settled(self, offset: int) -> bool:
-        """Whether whoever had the partition before has settled this one."""
-        return offset < self._gone_until and offset not in self._left
+        """Return whether a previous consumer of the partition has settled this offset."""
+        return offset < self._window_end and offset not in self._unsettled
 
     def read(self, offset: int, message: object = None) -> None:
-        """Here is a message: until it is settled the mark stays before it."""
+        """Record that a message was read and must be settled before its offset is committed."""
         self.pending[offset] = message
         self.end = offset + 1
 
     def skip_to(self, offset: int) -> None:
-        """Nothing that was not read before this offset is to be done."""
+        """Treat all unread messages before ``offset`` as settled."""
         self.end = max(self.end, offset)
 
     def settle(self, offset: int) -> None:
-        """It is done."""
+        """Record that the message at ``offset`` is settled."""
         self.pending.pop(offset, None)
 
     def snapshot(self) -> CommittedOffset:
-        """What to commit now."""
-        ahead = [offset for offset in self._left if offset >= self.end]
-        held = sorted([*self.pending, *ahead])
-        end = max(self.end, self._gone_until)
-        if not held:
+        """Return the commit that describes the current state."""
+        unread = [offset for offset in self._unsettled if offset >= self.end]
+        unsettled = sorted([*self.pending, *unread])
+        end = max(self.end, self._window_end)
+        if not unsettled:
             return CommittedOffset(end)
-        mark = held[0]
-        if end - mark == len(held):
-            return CommittedOffset(mark)  # nothing behind the mark is settled
-        return CommittedOffset(mark, _describe(mark, end, held))
+        mark = unsettled[0]
+        if end - mark == len(unsettled):
+            return CommittedOffset(mark)  # all messages from the mark on are unsettled
+        return CommittedOffset(mark, _describe(mark, end, unsettled))
 
     def unsaved(self) -> CommittedOffset | None:
-        """What to commit now, unless the coordinator has it, or nothing is settled yet."""
+        """Return the commit to make, or ``None`` if the coordinator is up to date."""
         now = self.snapshot()
         if now == self.saved or (self.saved is None and now == self.start):
             return None
@@ -90,7 +102,7 @@ class OffsetTracker:
 
 
 def count_unsettled(saved: CommittedOffset, begin: int, end: int) -> int:
-    """Count the messages from ``begin`` up to ``end`` that a commit does not settle.
+    """Return how many messages from ``begin`` up to ``end``, exclusive, are unsettled by a commit.
 
     >>> count_unsettled(CommittedOffset(7, "qk1 3 0,2"), begin=0, end=12)
     4
@@ -101,21 +113,23 @@ def count_unsettled(saved: CommittedOffset, begin: int, end: int) -> int:
     return max(0, end - known) + sum(1 for offset in unsettled if first <= offset < end)
 
 
-def _describe(mark: int, end: int, held: list[int]) -> str:
-    """How far the window goes and what in it is held, relative to the mark.
+def _describe(mark: int, end: int, unsettled: list[int]) -> str:
+    """Return commit metadata: the length of a window and the unsettled offsets in it.
 
-    Where that is too long the window ends sooner: what lies behind it will be delivered again.
+    The window starts at the mark, and the offsets are relative to it. If the text would exceed
+    ``METADATA_LIMIT``, the window is shortened. Settled messages after the window are then
+    delivered again if another consumer continues from this commit.
     """
-    words: list[str] = []
+    ranges: list[str] = []
     length = len("qk1 ") + len(str(end - mark)) + 1
-    for first, last in _runs(held):
-        word = str(first - mark) if first == last else f"{first - mark}-{last - mark}"
-        length += len(word) + 1
+    for first, last in _runs(unsettled):
+        text = str(first - mark) if first == last else f"{first - mark}-{last - mark}"
+        length += len(text) + 1
         if length > METADATA_LIMIT:
             end = first
             break
-        words.append(word)
-    return f"qk1 {end - mark} {','.join(words)}"
+        ranges.append(text)
+    return f"qk1 {end - mark} {','.join(ranges)}"
 
 
 def _runs(offsets: list[int]) -> Iterable[tuple[int, int]]:
@@ -129,16 +143,19 @@ def _runs(offsets: list[int]) -> Iterable[tuple[int, int]]:
 
 
 def _parse(mark: int, metadata: str) -> tuple[int, frozenset[int]]:
-    """Where the window ends, and what in it is not settled; other programs' metadata is nothing."""
+    """Parse the metadata of a commit; return the end of the window and its unsettled offsets.
+
+    The window is empty if the metadata is missing or was not written by qkit.
+    """
     found = _METADATA.fullmatch(metadata)
     if found is None:
         return mark, frozenset()
-    until = mark + int(found[1])
-    left: set[int] = set()
-    for word in found[2].split(","):
-        first, _, last = word.partition("-")
+    window_end = mark + int(found[1])
+    unsettled: set[int] = set()
+    for text in found[2].split(","):
+        first, _, last = text.partition("-")
         low, high = mark + int(first), mark + int(last or first)
-        if high >= until or high - low > 1_000_000:
+        if high >= window_end or high - low > 1_000_000:
             return mark, frozenset()
-        left.update(range(low, high + 1))
-    return until, frozenset(left)
+        unsettled.update(range(low, high + 1))
+    return window_end, frozenset(unsettled)

@@ -1,4 +1,4 @@
-"""Read ranges of partitions without a group, one call at a time."""
+"""Reader of offset ranges, without a consumer group."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ MAX_RECORDS_PER_POLL: Final = 1_000
 
 
 class PartitionReader:
-    """Reads ranges of partitions, in their order."""
+    """Reader of offset ranges of partitions; concurrent reads run one after another."""
 
     def __init__(self, parameters: ConnectionParameters) -> None:
         self._parameters = parameters
         self._consumer: Any = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def read(
-        self, ranges: Mapping[Partition, tuple[int, int]], operation: str, most: int | None = None
+        self, ranges: Mapping[Partition, tuple[int, int]], operation: str, limit: int | None = None
     ) -> list[KafkaRecord]:
-        """The records from the first offset of each range up to, not including, the second.
+        """Return the records of offset ranges, in order within each partition.
 
-        ``most`` is how many of each partition are enough.
+        Args:
+            ranges: For each partition, the first offset and the offset after the last.
+            operation: Name of the operation, for errors.
+            limit: Maximum number of records per partition; no limit by default.
         """
         wanted = {partition: span for partition, span in ranges.items() if span[0] < span[1]}
         if not wanted:
             return []
         found: list[KafkaRecord] = []
         counts = dict.fromkeys(wanted, 0)
-        async with self._looking(operation) as consumer:
+        async with self._open_consumer(operation) as consumer:
             consumer.assign(list(wanted))
             for partition, (first, _) in wanted.items():
                 consumer.seek(partition, first)
@@ -48,30 +51,31 @@ class PartitionReader:
                 )
                 for partition, records in batches.items():
                     for item in records:
-                        enough = most is not None and counts[partition] >= most
-                        if item.offset >= wanted[partition][1] or enough:
+                        full = limit is not None and counts[partition] >= limit
+                        if item.offset >= wanted[partition][1] or full:
                             break
                         found.append(item)
                         counts[partition] += 1
                 for partition in list(wanted):
-                    # Not every offset has a record: the position tells how far it has come.
+                    # Check the position, because the last offsets of a range may have no record.
                     position = await consumer.position(partition)
                     if position >= wanted[partition][1] or (
-                        most is not None and counts[partition] >= most
+                        limit is not None and counts[partition] >= limit
                     ):
                         del wanted[partition]
                         consumer.pause(partition)
         return found
 
     @asynccontextmanager
-    async def _looking(self, operation: str) -> AsyncGenerator[Any, None]:
+    async def _open_consumer(self, operation: str) -> AsyncGenerator[Any, None]:
+        """Yield the shared consumer; create it if necessary, and close it after an error."""
         with translate_errors(operation):
-            async with self._turn:
+            async with self._lock:
                 consumer = self._consumer
                 try:
                     async with asyncio.timeout(self._parameters.timeout):
                         if consumer is None:
-                            consumer = driver.create_nothing(
+                            consumer = driver.disable_topic_creation(
                                 Consumer(
                                     group_id=None,
                                     enable_auto_commit=False,
@@ -90,8 +94,8 @@ class PartitionReader:
                     raise
 
     async def aclose(self) -> None:
-        """Disconnect."""
-        async with self._turn:
+        """Disconnect, after a read in progress has ended."""
+        async with self._lock:
             consumer, self._consumer = self._consumer, None
             if consumer is not None:
                 await driver.close_consumer(consumer)

@@ -1,8 +1,8 @@
-"""Delays in a log: a partition for each power of two seconds, and who waits there for what.
+"""Delay tiers of the retry topic: one partition for each power of two, in seconds.
 
-A record waits in the tier of the largest power of two that is not longer than its delay, for that
-long or until it is due, and then hops to a lower tier with what is left. So inside a tier nobody
-stands behind one who waits longer, and a delay of any length ends in time.
+A record waits in the highest tier whose time does not exceed its delay. After that time, it moves
+to a lower tier for the remaining delay. All records of a tier wait for about the same time, so none
+is held up by an earlier record with a longer delay.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Final, Generic, TypeVar
 
 __all__ = ["TIERS", "DueHeap", "leaves_tier_at", "tier_of"]
 
-TIERS: Final = 13  # 1 s, 2 s, 4 s, … 4,096 s
+TIERS: Final = 13  # 1 s, 2 s, 4 s, …, 4,096 s
 
 T = TypeVar("T")
 
 
 def tier_of(delay: float) -> int:
-    """The tier in which a message with so many seconds to go waits next.
+    """Return the tier of a message that is due in ``delay`` seconds.
 
     >>> [tier_of(delay) for delay in (-3, 0.2, 1, 1.9, 2, 59, 4096, 1e6)]
     [0, 0, 0, 0, 1, 5, 12, 12]
@@ -28,7 +28,7 @@ def tier_of(delay: float) -> int:
 
 
 def leaves_tier_at(tier: int, written_at: float, due: float) -> float:
-    """When a record that was written at this time leaves its tier.
+    """Return the time at which a record leaves its tier, in seconds since the epoch.
 
     >>> leaves_tier_at(3, written_at=100.0, due=112.5)
     108.0
@@ -37,7 +37,7 @@ def leaves_tier_at(tier: int, written_at: float, due: float) -> float:
 
 
 class DueHeap(Generic[T]):
-    """Heap of items by due time.
+    """Heap of items by due time; items with the same due time keep their insertion order.
 
     >>> heap = DueHeap[str]()
     >>> heap.add(3.0, "late"); heap.add(1.0, "soon")
@@ -54,15 +54,15 @@ class DueHeap(Generic[T]):
 
     @property
     def next_at(self) -> float | None:
-        """When the first of them is due."""
+        """Due time of the first item, or ``None`` if the heap is empty."""
         return self._heap[0][0] if self._heap else None
 
     def add(self, at: float, item: T) -> None:
-        """Let ``item`` wait until ``at``; of equals the first that came is the first to go."""
+        """Add an item with the due time ``at``."""
         heapq.heappush(self._heap, (at, next(self._numbers), item))
 
     def pop_due(self, now: float) -> list[T]:
-        """Everything whose time has come."""
+        """Remove and return the items that are due at ``now``, earliest first."""
         due: list[T] = []
         while self._heap and self._heap[0][0] <= now:
             due.append(heapq.heappop(self._heap)[2])

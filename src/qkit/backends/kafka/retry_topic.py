@@ -1,4 +1,4 @@
-"""Consumer of a channel's retry topic: reads ahead, delivers or sends on when due."""
+"""Consumer of a channel's retry topic, which holds delayed and retried messages."""
 
 from __future__ import annotations
 
@@ -23,15 +23,23 @@ from qkit.message import GROUP, Envelope
 
 __all__ = ["RetryTopicConsumer", "retry_record"]
 
-READ_AHEAD: Final = 1_000  # records of a tier that wait in memory; the others wait in the log
+READ_AHEAD: Final = 1_000  # maximum number of records per tier in memory
 MAX_POLL_SECONDS: Final = 5.0
-RETRY_DELAY_SECONDS: Final = 1.0  # until a hop that failed is tried again
+RETRY_DELAY_SECONDS: Final = 1.0  # after a failed read, or a failed move to a lower tier
 
 
 def retry_record(
     envelope: Envelope, deliveries: int, due: float | None, now: float, attributes: RecordAttributes
 ) -> OutgoingRecord:
-    """A record for the retry topic, in the tier where it waits next."""
+    """Return the record of a message for the retry topic; its tier depends on the remaining delay.
+
+    Args:
+        envelope: The message.
+        deliveries: Number of deliveries so far.
+        due: Time at which the message is due, in seconds since the epoch; ``None`` for now.
+        now: Current time in seconds since the epoch.
+        attributes: Attributes of the record; ``due`` replaces ``not_before``.
+    """
     tier = tier_of(due - now) if due is not None else 0
     key, value, headers = codec.encode(
         envelope, deliveries=deliveries, attributes=attributes._replace(not_before=due)
@@ -40,10 +48,21 @@ def retry_record(
 
 
 class RetryTopicConsumer:
-    """Reads the tiers that this consumer has, and gives ``ready`` what is due.
+    """Consumer of the tiers that are assigned to one subscription.
 
-    The group decides who has which tier, and keeps what is settled of it; reading is done by a
-    consumer without a group, so that idle tiers never hold up the channel itself.
+    The tiers are assigned and committed through the consumer group of the channel. They are read by
+    a separate driver consumer without a group, because waiting for records of idle tiers would
+    delay fetches of the channel.
+
+    Args:
+        parameters: Connection parameters.
+        publisher: Publisher for messages that move to a lower tier.
+        topic: Name of the retry topic.
+        group: Name of the topic's group; ``None`` for a queue.
+        clock: Clock of the service.
+        on_due: Called with each message that is due.
+        on_settled: Called with the tracker of a tier when a record has moved to a lower tier.
+        on_task_done: Done callback of the background task.
     """
 
     def __init__(
@@ -54,27 +73,27 @@ class RetryTopicConsumer:
         topic: str,
         group: str | None,
         clock: Clock,
-        ready: Callable[[FetchedMessage], None],
-        settled: Callable[[OffsetTracker], None],
-        ended: Callable[[asyncio.Task[None]], None],
+        on_due: Callable[[FetchedMessage], None],
+        on_settled: Callable[[OffsetTracker], None],
+        on_task_done: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._parameters = parameters
         self._publisher = publisher
         self._topic = topic
-        self._group = group  # none: a queue has one
+        self._group = group
         self._clock = clock
-        self._ready = ready
-        self._settled = settled
-        self._ended = ended
+        self._on_due = on_due
+        self._on_settled = on_settled
+        self._on_task_done = on_task_done
         self._consumer: Any = None
         self._trackers: dict[Partition, OffsetTracker] = {}
         self._due: DueHeap[FetchedMessage] = DueHeap()
-        self._moved = asyncio.Event()
+        self._assigned = asyncio.Event()  # set when the consumer must seek before the next read
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Connect; reads once tiers are assigned."""
-        self._consumer = driver.create_nothing(
+        """Connect and start the background task, which reads when tiers are assigned."""
+        self._consumer = driver.disable_topic_creation(
             Consumer(
                 group_id=None,
                 enable_auto_commit=False,
@@ -85,10 +104,10 @@ class RetryTopicConsumer:
         async with asyncio.timeout(self._parameters.timeout):
             await self._consumer.start()
         self._task = asyncio.create_task(self._run(), name=f"qkit kafka {self._topic}")
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_task_done)
 
     async def stop(self) -> None:
-        """Read no more; what waits is left in the log for whoever has the tier next."""
+        """Stop reading and disconnect; messages that are not due remain in the retry topic."""
         task, self._task = self._task, None
         if task is not None:
             await cancel_and_wait([task])
@@ -97,25 +116,25 @@ class RetryTopicConsumer:
             await driver.close_consumer(consumer)
 
     def assign(self, trackers: Mapping[Partition, OffsetTracker]) -> None:
-        """These tiers are ours now; those that were before go on where they were."""
+        """Set the tiers to read; each is read from the position of its tracker."""
         self._trackers = dict(trackers)
-        self._moved.set()
+        self._assigned.set()
 
     async def _run(self) -> None:
         while True:
             try:
-                if self._moved.is_set():
-                    self._moved.clear()
+                if self._assigned.is_set():
+                    self._assigned.clear()
                     self._seek()
                 for tracker, records in await self._poll():
                     for found in records:
                         self._read(tracker, found)
-                await self._let_go()
+                await self._process_due()
             except driver.errors.UnsupportedCodecError:
-                raise  # trying again does not help: the subscription ends with it
+                raise  # a retry cannot succeed, so the subscription ends
             except DRIVER_ERRORS as error:
-                logger.warning("%s: could not be read, trying again: %r", self._topic, error)
-                self._moved.set()  # the driver may have dropped what it had read: read it again
+                logger.warning("%s: could not read; retrying: %r", self._topic, error)
+                self._assigned.set()  # seek again: the driver may have dropped fetched records
                 await asyncio.sleep(RETRY_DELAY_SECONDS)
 
     def _seek(self) -> None:
@@ -124,18 +143,21 @@ class RetryTopicConsumer:
             self._consumer.seek(partition, tracker.end)
 
     async def _poll(self) -> list[tuple[OffsetTracker, Sequence[KafkaRecord]]]:
-        """Records, or nothing when something is due or was assigned; no record is lost by that."""
-        trackers = self._trackers  # what is found belongs to those who asked, not to their heirs
+        """Return the next records; return none as soon as a message is due or tiers are assigned.
+
+        An early return loses no records.
+        """
+        trackers = self._trackers  # ``assign`` may replace the attribute during this poll
         due = self._due.next_at
         seconds = MAX_POLL_SECONDS
         if due is not None:
             seconds = min(seconds, max(0.0, due - self._clock.time()))
-        moved = asyncio.ensure_future(self._moved.wait())
+        assigned = asyncio.ensure_future(self._assigned.wait())
         polling: asyncio.Task[Any] | None = None
         try:
-            waits: set[asyncio.Future[Any]] = {moved}
+            waits: set[asyncio.Future[Any]] = {assigned}
             if trackers:
-                self._hold_back()
+                self._limit_read_ahead()
                 milliseconds = round(seconds * 1000)
                 polling = asyncio.create_task(
                     self._consumer.getmany(timeout_ms=milliseconds, max_records=READ_AHEAD),
@@ -144,7 +166,7 @@ class RetryTopicConsumer:
                 waits.add(polling)
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            moved.cancel()
+            assigned.cancel()
             if polling is not None and not polling.done():
                 await cancel_and_wait([polling])
         if polling is None or polling.cancelled():
@@ -156,8 +178,8 @@ class RetryTopicConsumer:
             if partition in trackers
         ]
 
-    def _hold_back(self) -> None:
-        """Read a tier on only while little of it waits here."""
+    def _limit_read_ahead(self) -> None:
+        """Pause tiers with ``READ_AHEAD`` pending records; resume them below half of that."""
         for partition, tracker in self._trackers.items():
             full = len(tracker.pending) >= READ_AHEAD
             paused = partition in self._consumer.paused()
@@ -183,27 +205,27 @@ class RetryTopicConsumer:
         tracker.read(found.offset, message)
         now = self._clock.time()
         if attributes.not_before is None or attributes.not_before <= now:
-            self._ready(message)
+            self._on_due(message)
         else:
             leaves = leaves_tier_at(found.partition, found.timestamp / 1000, attributes.not_before)
             self._due.add(leaves, message)
 
-    async def _let_go(self) -> None:
-        """Deliver what is due; what has only sat out its tier hops to a lower one."""
+    async def _process_due(self) -> None:
+        """Deliver messages that are due; move the others that leave their tier to a lower tier."""
         now = self._clock.time()
-        hops: list[FetchedMessage] = []
+        to_move: list[FetchedMessage] = []
         for message in self._due.pop_due(now):
             if not message.pending:
-                continue  # it was purged, or whoever has the tier now reads it again
+                continue  # the message was purged, or the tier was lost
             if message.attributes.not_before is None or message.attributes.not_before <= now:
-                self._ready(message)
+                self._on_due(message)
             else:
-                hops.append(message)
-        if hops:
-            await self._hop(hops, now)
+                to_move.append(message)
+        if to_move:
+            await self._move_to_lower_tier(to_move, now)
 
-    async def _hop(self, messages: list[FetchedMessage], now: float) -> None:
-        records = [self._next_stop(message, now) for message in messages]
+    async def _move_to_lower_tier(self, messages: list[FetchedMessage], now: float) -> None:
+        records = [self._next_record(message, now) for message in messages]
         try:
             results = await self._publisher.send(self._topic, records, "release")
         except QueueError as error:
@@ -211,12 +233,12 @@ class RetryTopicConsumer:
         for message, result in zip(messages, results, strict=True):
             if isinstance(result, RecordMetadata):
                 message.tracker.settle(message.offset)
-                self._settled(message.tracker)
+                self._on_settled(message.tracker)
             else:
                 self._due.add(now + RETRY_DELAY_SECONDS, message)
 
-    def _next_stop(self, message: FetchedMessage, now: float) -> OutgoingRecord:
-        if self._group is not None:  # every group of a topic sends its own copy on
+    def _next_record(self, message: FetchedMessage, now: float) -> OutgoingRecord:
+        if self._group is not None:  # each group of a topic moves its own copy
             message.envelope.headers[GROUP] = self._group
         envelope = message.envelope
         return retry_record(

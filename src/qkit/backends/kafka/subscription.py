@@ -1,4 +1,4 @@
-"""A consumer of a channel: deliveries up to its prefetch, settled in any order."""
+"""Subscription to a channel whose deliveries can be settled in any order."""
 
 from __future__ import annotations
 
@@ -19,30 +19,38 @@ from qkit.backends.kafka.connection import ConnectionParameters
 from qkit.backends.kafka.driver import Partition
 from qkit.backends.kafka.errors import BACKEND, DRIVER_ERRORS, translate_errors
 from qkit.backends.kafka.fetched_message import FetchedMessage
-from qkit.backends.kafka.group import GroupMembership, GroupTimeouts, lost
+from qkit.backends.kafka.group import GroupMembership, GroupTimeouts, subscription_error
 from qkit.backends.kafka.offsets import OffsetTracker
 from qkit.backends.kafka.publisher import OutgoingRecord, Publisher, RecordMetadata
 from qkit.backends.kafka.retry_tiers import TIERS
 from qkit.backends.kafka.retry_topic import RetryTopicConsumer, retry_record
-from qkit.errors import (
-    AckDeadlineExceeded,
-    QueueError,
-    Unsupported,
-)
+from qkit.errors import AckDeadlineExceeded, QueueError, Unsupported
 from qkit.message import GROUP, Envelope
 
 __all__ = ["KafkaSubscription"]
 
 MAX_WAIT_SECONDS: Final = 5.0
-RETRY_DELAY_SECONDS: Final = 1.0  # until a message that could not be sent back comes again
+RETRY_DELAY_SECONDS: Final = 1.0  # until redelivery if a released message could not be copied
 
 
 class KafkaSubscription:
-    """A live claim on a channel's partitions: at most ``prefetch`` unsettled deliveries.
+    """Subscription with at most ``prefetch`` unsettled deliveries.
 
-    What is given back uncharged and at once stays here and is delivered next. Only when this
-    consumer stops does it go to the retry topic, where the others find it. A message with a key
-    does not, or it could overtake one that was sent before it: it stays in its place in the log.
+    A message that is released without a delay and without counting the attempt stays in memory and
+    is delivered next. After ``stop``, such a message is copied to the retry topic for other
+    consumers. A message with a key is not copied, because it could then overtake an earlier message
+    with the same key. It stays at its position in the log.
+
+    Args:
+        parameters: Connection parameters.
+        cluster: Client for topics, offsets and commits.
+        publisher: Publisher for released messages, which go to the retry topic.
+        spec: Channel, group and prefetch to consume with.
+        group: Id of the consumer group.
+        retry: Retry topic of the channel.
+        timeouts: Timeouts of the group member.
+        batch: Settled messages per commit; ``None`` commits as soon as possible.
+        clock: Clock of the service.
     """
 
     def __init__(
@@ -58,7 +66,7 @@ class KafkaSubscription:
         batch: int | None,
         clock: Clock,
     ) -> None:
-        self.queue = spec.queue
+        self.queue: str = spec.queue
         self.group = group
         self._group = spec.group if spec.broadcast else None
         self._retry = retry
@@ -66,13 +74,13 @@ class KafkaSubscription:
         self._publisher = publisher
         self._clock = clock
         self._held = 0
-        self._waiting: deque[FetchedMessage] = deque()  # for a ``receive``
+        self._waiting: deque[FetchedMessage] = deque()  # for the next ``receive``
         self._polling: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()  # set when a waiting ``receive`` must check the state again
         self._stopped = False
         self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
         self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
-        self.membership = GroupMembership(
+        self.membership: GroupMembership = GroupMembership(
             parameters,
             cluster,
             group=group,
@@ -81,10 +89,10 @@ class KafkaSubscription:
             from_end=spec.broadcast,
             timeouts=timeouts,
             batch=batch,
-            moved=self._moved,
-            lost=self._report,
-            changed=self._wake,
-            committed=self._committed,
+            on_rebalanced=self._on_rebalanced,
+            on_lost=self._report_lost,
+            on_change=self._wake,
+            on_commit=self._report_commit,
         )
         self._retry_consumer = RetryTopicConsumer(
             parameters,
@@ -92,48 +100,52 @@ class KafkaSubscription:
             topic=retry,
             group=self._group,
             clock=clock,
-            ready=self._is_due,
-            settled=self.membership.settled,
-            ended=self.membership.end_with,
+            on_due=self._on_due,
+            on_settled=self.membership.settled,
+            on_task_done=self.membership.on_task_done,
         )
 
     @property
     def joined(self) -> bool:
-        """Whether it is a member of its group."""
+        """Whether this consumer has joined its group and not left it."""
         return self.membership.joined
 
     async def open(self) -> None:
-        """Join the group; returns when this consumer has its first share of it."""
+        """Join the group; return when this consumer has its first assignment."""
         await self._retry_consumer.start()
         await self.membership.join()
 
-    # Receive
+    # Receiving
 
     async def receive(self, limit: int) -> list[Delivery]:
-        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+        """Wait for messages and return up to ``limit`` deliveries.
 
-        Raises ``SubscriptionLost`` when the topic is deleted or the driver gives up.
+        Return an empty list after ``MAX_WAIT_SECONDS`` without a message, and after ``stop``.
+
+        Raises:
+            SubscriptionLost: The topic was deleted, or the driver failed.
+            ConfigError: The driver failed with an error that subscribing again does not fix.
         """
         deadline = self._clock.monotonic() + MAX_WAIT_SECONDS
         while not self._stopped:
             if self.membership.broken is not None:
                 raise self.membership.broken
-            self._news.clear()
+            self._changed.clear()
             free = min(limit, self._prefetch - self._held)
             if free > 0:
-                found = self._take(free) or await self._read_now(free)
-                if found:
-                    return found
+                deliveries = self._take_waiting(free) or await self._read_fetched(free)
+                if deliveries:
+                    return deliveries
             seconds = deadline - self._clock.monotonic()
             if seconds <= 0:
                 return []
             await self._wait(free, seconds)
         return []
 
-    def _take(self, most: int) -> list[Delivery]:
-        """What is here already: given back, due, or read for a ``receive`` that was cancelled."""
+    def _take_waiting(self, limit: int) -> list[Delivery]:
+        """Deliver messages in memory: released, due, or read in the background."""
         taken: list[FetchedMessage] = []
-        while self._waiting and len(taken) < most:
+        while self._waiting and len(taken) < limit:
             message = self._waiting.popleft()
             if message.pending:
                 taken.append(message)
@@ -148,50 +160,54 @@ class KafkaSubscription:
         self._held += len(messages)
         return deliveries
 
-    async def _read_now(self, most: int) -> list[Delivery]:
-        """What the driver has fetched already; it does not wait."""
-        if self._polling is not None or not self.membership.steady:
+    async def _read_fetched(self, limit: int) -> list[Delivery]:
+        """Deliver messages that the driver has already fetched, without waiting."""
+        if self._polling is not None or not self.membership.stable:
             return []
         messages: list[FetchedMessage] = []
         try:
-            for partition, records in await self.membership.poll(most, 0.0):
+            for partition, records in await self.membership.poll(limit, 0.0):
                 messages += self._accept(partition, records)
         except DRIVER_ERRORS as error:
-            raise self._lost(error) from error
+            raise self._error(error) from error
         return self._deliver(messages)
 
     async def _wait(self, free: int, seconds: float) -> None:
-        """Wait for a record, or for news of any other kind; safe to cancel."""
+        """Wait up to ``seconds`` for a record or another change; safe to cancel."""
         if free > 0 and self._polling is None:
             self._polling = asyncio.create_task(
                 self._poll(free, seconds), name=f"qkit kafka {self.group} poll"
             )
-            self._polling.add_done_callback(self._polled)
+            self._polling.add_done_callback(self._on_polled)
         try:
             async with asyncio.timeout(seconds):
-                await self._news.wait()
+                await self._changed.wait()
         except TimeoutError:
             pass
 
-    async def _poll(self, most: int, seconds: float) -> None:
-        for partition, records in await self.membership.poll(most, seconds):
+    async def _poll(self, limit: int, seconds: float) -> None:
+        for partition, records in await self.membership.poll(limit, seconds):
             self._waiting += self._accept(partition, records)
 
-    def _polled(self, polling: asyncio.Task[None]) -> None:
+    def _on_polled(self, polling: asyncio.Task[None]) -> None:
         self._polling = None
         if not polling.cancelled() and (error := polling.exception()) is not None:
-            self.membership.fail(self._lost(error))
+            self.membership.fail(self._error(error))
         self._wake()
 
     def _accept(self, partition: Partition, records: list[KafkaRecord]) -> list[FetchedMessage]:
-        """Turn what was read into messages, in the order of the log."""
+        """Convert fetched records to messages.
+
+        Settled messages, markers and messages for other groups are skipped.
+        """
         tracker = self.membership.trackers[partition]
         group = self._group
         messages: list[FetchedMessage] = []
         for found in records:
             offset = found.offset
             if offset < tracker.end:
-                self.membership.fail(self._lost(LookupError("the topic was made anew")))
+                error = LookupError("the topic was deleted and created again")
+                self.membership.fail(self._error(error))
                 return []
             if tracker.is_settled(offset):
                 tracker.skip_to(offset + 1)
@@ -206,25 +222,30 @@ class KafkaSubscription:
             tracker.read(offset, message)
             messages.append(message)
         if not messages:
-            self.membership.settled(tracker)  # all of it was for others
+            self.membership.settled(tracker)  # commit the skipped offsets
         return messages
 
-    def _is_due(self, message: FetchedMessage) -> None:
+    def _on_due(self, message: FetchedMessage) -> None:
         self._waiting.append(message)
         self._wake()
 
     def _wake(self) -> None:
-        self._news.set()
+        """Make a waiting ``receive`` check the state again."""
+        self._changed.set()
         if self.membership.broken is not None:
             self._retry_consumer.assign({})
         polling = self._polling
-        if polling is not None and not self.membership.steady:
-            polling.cancel()  # it would return what was read before the rebalance
+        if polling is not None and not self.membership.stable:
+            polling.cancel()  # it could return records from before the rebalance
 
-    # Settle
+    # Settling
 
     async def ack(self, delivery: Delivery) -> None:
-        """The work is done; the commit follows, with those of others."""
+        """Acknowledge a delivery; its offset is committed later, together with others.
+
+        Raises:
+            AckDeadlineExceeded: This consumer has lost the partition.
+        """
         message = self._message(delivery, "ack")
         delivery.receipt = None
         self._settle(message)
@@ -232,20 +253,28 @@ class KafkaSubscription:
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
-        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        """Release a delivery; the message is delivered again after ``delay`` seconds.
+
+        Changes to the headers of the envelope are kept. If the message could not be copied to the
+        retry topic, this consumer delivers it again after ``RETRY_DELAY_SECONDS``.
+
+        Raises:
+            AckDeadlineExceeded: This consumer has lost the partition.
+            QueueError: The message could not be copied to the retry topic.
+        """
         message = self._message(delivery, "release")
         delivery.receipt = None
         unchanged = delay <= 0 and not count_attempt
         if unchanged and not self._stopped:
-            self._forget(message)
+            self._end_delivery(message)
             self._put_back(message)
             return
         if unchanged and message.envelope.key is not None:
             self._leave_in_log(message)
             return
         try:
-            await self._send_back([message], delay, count_attempt=count_attempt)
-        except BaseException:  # there may be a copy, and there must not be none
+            await self._copy_to_retry_topic([message], delay, count_attempt=count_attempt)
+        except BaseException:  # the copy may not exist, so keep the original
             self._leave_in_log(message)
             loop = asyncio.get_running_loop()
             loop.call_later(RETRY_DELAY_SECONDS, self._deliver_again, message, count_attempt)
@@ -253,28 +282,28 @@ class KafkaSubscription:
         self._settle(message)
 
     def _leave_in_log(self, message: FetchedMessage) -> None:
-        """Nobody works on it, and it is not settled: the mark stays before it."""
+        """End a delivery without settling the message, so that its offset is not committed."""
         if not message.tracker.lost:
-            self._forget(message)
-            self.membership.settled(message.tracker)  # perhaps others wait for its partition
+            self._end_delivery(message)
+            self.membership.settled(message.tracker)  # the partition may be ready to be given up
 
     def _deliver_again(self, message: FetchedMessage, count_attempt: bool) -> None:
         message.envelope.attempt += count_attempt
         self._put_back(message)
 
     def _put_back(self, message: FetchedMessage) -> None:
-        """Let a message be delivered next, after those that lie before it in its partition."""
-        place = 0
-        for number, other in enumerate(self._waiting, 1):
+        """Queue a message for the next ``receive``, after earlier messages of its partition."""
+        index = 0
+        for following, other in enumerate(self._waiting, 1):
             if other.tracker is message.tracker and other.offset < message.offset:
-                place = number
-        self._waiting.insert(place, message)
+                index = following
+        self._waiting.insert(index, message)
         self._wake()
 
-    async def _send_back(
+    async def _copy_to_retry_topic(
         self, messages: list[FetchedMessage], delay: float, *, count_attempt: bool
     ) -> None:
-        """A copy in the retry topic first, then it may be settled here."""
+        """Copy messages to the retry topic; the caller then settles the originals."""
         now = self._clock.time()
         due = now + delay if delay > 0 else None
         records: list[OutgoingRecord] = []
@@ -294,7 +323,7 @@ class KafkaSubscription:
                 raise result
 
     def _idle_tier(self) -> int:
-        """A tier of which this consumer holds nothing, so that it can go to another at once."""
+        """Return a tier that has no messages in flight here, so that it can move immediately."""
         busy = {
             partition.partition
             for partition, tracker in self.membership.trackers.items()
@@ -303,7 +332,7 @@ class KafkaSubscription:
         return next((tier for tier in range(TIERS) if tier not in busy), 0)
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
-        """Kafka has no leases: a message is this consumer's while it has the partition."""
+        """Raise ``Unsupported``: a delivery has no lease and lasts as long as the assignment."""
         raise Unsupported(
             "Kafka has no leases to extend",
             backend=BACKEND,
@@ -317,8 +346,8 @@ class KafkaSubscription:
             raise delivery.settled_before(BACKEND, operation)
         if message.tracker.lost:
             raise AckDeadlineExceeded(
-                "the partition of this message went to another consumer, which handles it again: "
-                "make handlers shorter than half the session, or run fewer rebalances",
+                "this consumer has lost the partition of the message, and another consumer will "
+                "receive it: keep handlers shorter than 10 s, or restart consumers less often",
                 backend=BACKEND,
                 operation=operation,
                 queue=delivery.queue,
@@ -328,20 +357,20 @@ class KafkaSubscription:
 
     def _settle(self, message: FetchedMessage) -> None:
         if message.tracker.lost:
-            return  # it went to another while the copy was written
+            return  # the partition was lost during the copy
         message.tracker.settle(message.offset)
-        self._forget(message)
+        self._end_delivery(message)
         self.membership.settled(message.tracker)
 
-    def _forget(self, message: FetchedMessage) -> None:
+    def _end_delivery(self, message: FetchedMessage) -> None:
         message.held = None
         message.tracker.held -= 1
         self._held -= 1
-        self._news.set()
+        self._changed.set()
 
-    # Partitions come and go
+    # Rebalances
 
-    def _moved(self) -> None:
+    def _on_rebalanced(self) -> None:
         self._held = sum(tracker.held for tracker in self.membership.trackers.values())
         if not self._stopped:
             tiers: dict[Partition, OffsetTracker] = {
@@ -352,25 +381,25 @@ class KafkaSubscription:
             self._retry_consumer.assign(tiers)
 
     def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
-        """Call ``callback`` with what is held of partitions that went to others."""
+        """Call ``callback`` with the unsettled deliveries when partitions are lost."""
         self._loss_callbacks.append(callback)
 
     def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
-        """Call ``callback`` when acks cannot be committed, and when that is over."""
+        """Call ``callback`` after each commit, with a description and the error or ``None``."""
         self._settlement_callbacks.append(callback)
 
-    def _committed(self, error: Exception | None) -> None:
+    def _report_commit(self, error: Exception | None) -> None:
         for callback in self._settlement_callbacks:
-            callback("acknowledgements cannot be committed", error)
+            callback("acks cannot be committed", error)
 
-    def _report(self, trackers: list[OffsetTracker]) -> None:
+    def _report_lost(self, trackers: list[OffsetTracker]) -> None:
         lost = [message.held for message in _messages(trackers) if message.held is not None]
         if lost:
             for callback in self._loss_callbacks:
                 callback(lost)
 
     def purge(self, ends: dict[Partition, int]) -> int:
-        """Let go of everything before these offsets that nobody works on; return how many left."""
+        """Drop messages before ``ends`` that are not in flight; return how many remain."""
         kept = 0
         for partition, tracker in self.membership.trackers.items():
             end = ends.get(partition, 0)
@@ -380,46 +409,46 @@ class KafkaSubscription:
             kept += len(tracker.pending)
             self.membership.skip_to(partition, max(tracker.end, end))
             self.membership.settled(tracker)
-        self._moved()
+        self._on_rebalanced()
         return kept
 
     @property
     def held(self) -> list[FetchedMessage]:
-        """What somebody works on."""
+        """Messages that are in flight."""
         return [message for message in _messages(self.membership.trackers.values()) if message.held]
 
     def origin_of(self, envelope: Envelope) -> Origin | None:
-        """Where a message that is held here lay at first; a dead letter tells it."""
+        """Return the origin of a message, for its dead letter; ``None`` if it is not in flight."""
         for message in self.held:
             if message.envelope.body is envelope.body and message.envelope.id == envelope.id:
                 return message.attributes.origin
         return None
 
-    def _lost(self, error: BaseException) -> QueueError:
+    def _error(self, error: BaseException) -> QueueError:
         if isinstance(error, LookupError):
             return subscription_broke(BACKEND, self.queue, str(error), error)
-        return lost(error, self.queue)
+        return subscription_error(error, self.queue)
 
-    # The end
+    # Stopping
 
     async def stop(self) -> None:
-        """Fetch no more and let others have what nobody here works on; acks still count."""
+        """Stop fetching and give up messages that are not in flight; settling still works."""
         if self._stopped:
             return
         self._stopped = True
         self._wake()
         await self._cancel_polling()
         await self._retry_consumer.stop()
-        await self._pass_on()
+        await self._hand_over_waiting()
         if self._held:
-            self.membership.give_up_idle_partitions()
+            self.membership.hand_over_idle_partitions()
         else:
             await self.membership.leave()
 
-    async def _pass_on(self) -> None:
-        """What was read and not begun goes on, where a message that is held keeps its partition.
+    async def _hand_over_waiting(self) -> None:
+        """Copy waiting messages to the retry topic if messages in flight keep their partition here.
 
-        What has a key keeps its place behind the one that is held.
+        A message with a key is not copied, to keep its order. It stays in the log.
         """
         messages = [
             message
@@ -430,9 +459,13 @@ class KafkaSubscription:
             return
         try:
             with translate_errors("release", self.queue):
-                await self._send_back(messages, 0.0, count_attempt=False)
-        except QueueError as error:  # they stay in the log, for whoever has the partition next
-            logger.warning("%s: messages could not be passed on: %s", self.queue, error)
+                await self._copy_to_retry_topic(messages, 0.0, count_attempt=False)
+        except QueueError as error:  # the next consumer of the partition reads them from the log
+            logger.warning(
+                "%s: could not copy waiting messages to the retry topic; they stay in the log: %s",
+                self.queue,
+                error,
+            )
             return
         for message in messages:
             message.tracker.settle(message.offset)
@@ -443,7 +476,7 @@ class KafkaSubscription:
             await cancel_and_wait([self._polling])
 
     async def leave(self) -> None:
-        """Stop, commit, leave the group; what is not settled comes again to others."""
+        """Stop fetching, commit and leave the group; unsettled messages are delivered again."""
         try:
             await self._cancel_polling()
         finally:
@@ -452,11 +485,11 @@ class KafkaSubscription:
                 await self._retry_consumer.stop()
             finally:
                 await self.membership.leave()
-                self._committed(None)  # what was not committed is delivered again
+                self._report_commit(None)  # clear a reported commit error
 
 
 def _messages(trackers: Iterable[OffsetTracker]) -> Iterator[FetchedMessage]:
-    """What was read of these partitions and is not settled."""
+    """Yield the pending messages of these trackers."""
     for tracker in trackers:
         for message in tracker.pending.values():
             if isinstance(message, FetchedMessage):

@@ -1,6 +1,7 @@
-"""The backend boundary on the native engine, in this process or through its socket.
+"""Native backend for an engine in this process or, over a Unix socket, in another process.
 
-May import: ``native``, ``backends.common``, ``backends.capability_matrix`` and what lies below.
+May import: ``native``, ``backends.common``, ``backends.capability_matrix`` and the packages below
+them.
 """
 
 from qkit.backends.native.backend import NativeBackend

@@ -1,4 +1,4 @@
-"""The native backend: qkit's boundary on the engine inside this process."""
+"""Native backend that uses an engine in this process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,18 @@ __all__ = ["NativeBackend"]
 
 
 class NativeBackend:
-    """The whole boundary on an ``Engine``: one in memory, unless another is given.
+    """Implementation of ``Backend`` and ``Admin`` with an ``Engine``.
 
-    Backends share queues when they are given the same ``engine``; one that was given is not
-    closed here, and has its own defaults. ``max_depth``, ``max_priority`` and ``ack_deadline`` are
-    those of queues for which no declaration sets them.
+    Backends with the same ``engine`` share its queues.
+
+    Args:
+        clock: Clock of a new engine; the system clock by default.
+        max_depth: ``max_depth`` of queues whose declaration does not set it; 100,000 by default.
+        max_priority: ``max_priority`` of queues whose declaration does not set it; 9 by default.
+        ack_deadline: Length of a lease in seconds, for queues whose declaration does not set it; 30
+            by default.
+        engine: Engine to use instead of a new one. It keeps its own clock and defaults, and the
+            backend does not close it. By default the backend opens and closes an in-memory engine.
 
     >>> import asyncio
     >>> async def main() -> None:
@@ -59,17 +66,17 @@ class NativeBackend:
         if self._engine.durable:
             self.capabilities = MATRIX["native-durable"]
         self._clock: Clock = self._engine.clock
-        self._callbacks: list[Callable[[DeadLetter], None]] = []
+        self._dead_letter_callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
     # Backend
 
     async def start(self) -> None:
-        """Open the engine, unless it was given; a new one if it was closed before."""
+        """Open the engine unless it was passed in; after ``aclose``, open a new, empty engine."""
         if self._owns_engine and not self._engine.running:
             if self._engine.closed:
                 self._engine = Engine(clock=self._clock, defaults=self._defaults)
-                for callback in self._callbacks:
+                for callback in self._dead_letter_callbacks:
                     self._engine.on_dead_letter(callback)
                 for callback in self._drop_callbacks:
                     self._engine.on_dropped_letter(callback)
@@ -77,10 +84,15 @@ class NativeBackend:
         await self.ping()
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists, and set what the spec sets: the last declaration wins.
+        """Create the queue if it does not exist, and apply the fields that ``spec`` sets.
 
-        Raises ``ConfigError`` when it exists as the other kind, and with ``passive``
-        ``QueueNotFound`` when it does not exist.
+        If several declarations set the same field, the last one wins. If ``spec.again`` is set, an
+        existing queue is left unchanged.
+
+        Raises:
+            ConfigError: The queue exists with a different ``broadcast``, or ``spec.replicas`` is
+                greater than 1.
+            QueueNotFound: ``spec.passive`` is set and the queue does not exist.
         """
         if spec.passive:
             self._engine.check_exists(spec.name, "declare")
@@ -89,7 +101,7 @@ class NativeBackend:
             return
         if spec.replicas > 1:
             raise ConfigError(
-                "the native backend is one process and keeps no replicas: set replicas=1",
+                "the native backend does not support replicas: set replicas=1",
                 backend=self.name,
                 operation="declare",
                 queue=spec.name,
@@ -104,19 +116,23 @@ class NativeBackend:
             "balance": spec.balance,
         }
         values = {field: value for field, value in values.items() if value is not None}
-        letters = {"dead_letter": spec.dead_letter}
+        dead_letter = {"dead_letter": spec.dead_letter}
         if spec.consumed:
-            await self._engine.declare(spec.name, values | letters)
+            await self._engine.declare(spec.name, values | dead_letter)
         else:
-            await self._engine.declare(spec.name, values, defaults=letters)
+            await self._engine.declare(spec.name, values, defaults=dead_letter)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
+        """Add messages in order.
+
+        Raises:
+            PartialSend: Some messages were not added; ``results`` has the outcome of each message.
+        """
         results = await self._engine.publish_many(queue, envelopes)
         for result in results:
             if isinstance(result, QueueError):
                 raise self._partial_send(results, queue)
-        return results  # type: ignore[return-value]  # no error among them
+        return results  # type: ignore[return-value]  # contains no errors
 
     def _partial_send(self, results: list[Sent | QueueError], queue: str) -> QueueError:
         for result in results:
@@ -125,7 +141,7 @@ class NativeBackend:
         return PartialSend.of(results, backend=self.name, queue=queue)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[NativeSubscription]:
-        """Claim messages of a queue, or of a topic's group, which is declared by this."""
+        """Subscribe to a queue or to a group of a topic; create the group if it does not exist."""
         return self._subscription(spec)
 
     @asynccontextmanager
@@ -134,7 +150,7 @@ class NativeBackend:
     ) -> AsyncGenerator[NativeSubscription, None]:
         queue = self._engine.queue(spec.queue, "subscribe", spec.group)
         subscription = NativeSubscription(queue, spec, self._clock)
-        await self._engine.written()  # of the group, if it is new
+        await self._engine.written()  # wait until a new group is in the log
         queue.subscribe(subscription)
         try:
             yield subscription
@@ -144,14 +160,14 @@ class NativeBackend:
             subscription.release_uncharged()
 
     async def ping(self) -> None:
-        """Raise ``BackendUnavailable`` unless the engine is open and can be written to."""
+        """Check that the engine is open and writable; raise ``BackendUnavailable`` otherwise."""
         if not self._engine.running:
             raise BackendUnavailable(
                 "the engine is not open: start the backend first", backend=self.name
             )
         if self._engine.read_only:
             raise BackendUnavailable(
-                "the engine is read-only since its disk failed: look after the disk, then restart",
+                "the engine is read-only after a disk failure: repair the disk, then restart",
                 backend=self.name,
             )
 
@@ -163,40 +179,42 @@ class NativeBackend:
     # Admin
 
     async def queues(self) -> list[str]:
-        """The names of all queues and topics of the engine."""
+        """Return the names of all queues and topics."""
         return await self._engine.list()
 
     async def stats(self, queue: str) -> QueueStats:
-        """The queue's figures now; a topic's are the sums of its groups'."""
+        """Return the queue's figures; for a topic, the sums over its groups."""
         return await self._engine.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """The next messages in order of delivery, delayed ones last."""
+        """Return up to ``limit`` messages in delivery order, scheduled messages last."""
         return await self._engine.peek(queue, limit)
 
     async def purge(self, queue: str) -> int:
-        """Delete every message that no consumer holds; return how many."""
+        """Delete every message that is not in flight; return the number deleted."""
         return await self._engine.purge(queue)
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Delete these messages unless a consumer holds them; return how many were there."""
+        """Delete the messages with these ids that are not in flight; return the number deleted."""
         return await self._engine.remove(queue, ids)
 
     async def delete(self, queue: str) -> None:
-        """Delete the queue with all that is in it."""
+        """Delete the queue and everything in it."""
         await self._engine.delete(queue)
 
-    # DeadLetterSource
+    # DeadLetterSource and DroppedLetterSource
 
     def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each message whose lease or time to live ran out for good.
+        """Call ``callback`` for each message that the engine dead-letters.
 
-        Also for one that was dropped because its queue names no dead-letter queue.
+        The engine dead-letters a message when its TTL expires, or when the lease of its last
+        allowed delivery expires. The callback is also called if the queue has no dead-letter queue
+        and the message is dropped.
         """
-        self._callbacks.append(callback)
+        self._dead_letter_callbacks.append(callback)
         self._engine.on_dead_letter(callback)
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        """Call ``callback`` for each dead letter dropped because its queue was full."""
         self._drop_callbacks.append(callback)
         self._engine.on_dropped_letter(callback)

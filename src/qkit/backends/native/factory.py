@@ -1,4 +1,4 @@
-"""Build the native backend from settings: in memory, or on a directory that processes share."""
+"""Factory for the native backend, in memory or on a directory shared by several processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["from_settings", "queue_defaults"]
 
 
 def from_settings(settings: Settings, clock: Clock) -> Backend:
-    """Return the backend that the settings describe, not yet started.
+    """Create the backend that the settings describe; the caller starts it.
 
     Args:
-        settings: settings of ``type="native"``; with ``path`` the queues are durable.
-        clock: clock of the engine.
+        settings: Settings with ``type="native"``. If ``path`` is set, the queues are durable.
+        clock: Clock of the engine.
     """
     if settings.path is not None:
         return _on_directory(settings, clock, settings.path)
@@ -34,7 +34,7 @@ def from_settings(settings: Settings, clock: Clock) -> Backend:
 
 
 def queue_defaults(settings: Settings) -> QueueConfig:
-    """Return the configuration of a queue for which no declaration sets anything."""
+    """Return the defaults for fields that a queue's declaration does not set."""
     return QueueConfig(
         max_depth=settings.max_depth,
         max_priority=settings.max_priority,
@@ -44,7 +44,7 @@ def queue_defaults(settings: Settings) -> QueueConfig:
 
 
 def _on_directory(settings: Settings, clock: Clock, path: Path) -> Backend:
-    # Imported here: a backend in memory needs no socket.
+    # Imported here because an in-memory backend needs no socket.
     from qkit.backends.native.shared_directory import SharedDirectoryBackend
     from qkit.backends.native.socket import protocol
 

@@ -1,4 +1,4 @@
-"""Subscription on a queue of the native engine."""
+"""Subscription to a queue of the native engine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ _T = TypeVar("_T")
 
 
 class NativeSubscription:
-    """A live claim on a queue of the engine: at most ``prefetch`` unsettled deliveries."""
+    """Subscription to a queue of the engine, with at most ``prefetch`` unsettled deliveries.
+
+    Args:
+        queue: Queue, or group of a topic, to consume from.
+        spec: Specification of the subscription.
+        clock: Clock of the engine.
+    """
 
     __slots__ = (
-        "_blocked",
         "_clock",
         "_consumer",
         "_held",
         "_lease",
         "_prefetch",
         "_queue",
+        "_slot_waiters",
         "_stopped",
     )
 
@@ -38,28 +44,29 @@ class NativeSubscription:
         self._prefetch = spec.prefetch
         self._lease = _or(spec.ack_deadline, queue.config.ack_deadline)
         self._held: set[int] = set()
-        self._blocked: set[asyncio.Future[None]] = set()  # waiting for a free slot
+        self._slot_waiters: set[asyncio.Future[None]] = set()
         self._stopped = False
 
     async def receive(self, limit: int) -> list[Delivery]:
-        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+        """Wait for messages; return up to ``limit`` deliveries, or an empty list once stopped.
 
-        Raises ``SubscriptionLost`` when the queue is deleted or the engine closed.
+        Raises:
+            SubscriptionLost: The queue was deleted, the engine was closed, or its disk failed.
         """
         queue = self._queue
         if queue.waiters.woken and not self._stopped:
-            # Others were woken for what is there. A receiver that asks again and again without a
-            # pause would take it all before they run.
+            # Other receivers were woken for the ready messages and have not run yet. Without this
+            # yield, a receiver that never waits would take all the messages.
             await asyncio.sleep(0)
         while not self._stopped:
             try:
-                claimed = await queue.take(limit, self._lease, self._consumer, self._free)
+                claimed = await queue.take(limit, self._lease, self._consumer, self._free_slots)
                 if claimed and queue.journal is not None:
                     claimed = await self._prepare(claimed)
             except StorageError as error:
-                raise self._refused(error) from error
+                raise self._storage_failed(error) from error
             if not claimed:
-                if self._free() <= 0 and not self._stopped:
+                if self._free_slots() <= 0 and not self._stopped:
                     await self._wait_for_slot()
                 continue
             offset = self._clock.time() - self._clock.monotonic()
@@ -71,19 +78,22 @@ class NativeSubscription:
             return deliveries
         return []
 
-    def _free(self) -> int:
+    def _free_slots(self) -> int:
         return 0 if self._stopped else self._prefetch - len(self._held)
 
     async def _wait_for_slot(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
-        self._blocked.add(waiter)
+        self._slot_waiters.add(waiter)
         try:
             await waiter
         finally:
-            self._blocked.discard(waiter)
+            self._slot_waiters.discard(waiter)
 
     async def _prepare(self, claimed: list[StoredMessage]) -> list[StoredMessage]:
-        """Wait until what was claimed may be handed out; meanwhile it takes its slots."""
+        """Wait until the claims are in the log; return the messages that can be delivered.
+
+        All claimed messages occupy slots while this method waits.
+        """
         tokens = [message.state for message in claimed]
         self._held.update(tokens)
         try:
@@ -95,16 +105,16 @@ class NativeSubscription:
             self.refresh()
         return ready
 
-    def _refused(self, error: StorageError) -> SubscriptionLost:
+    def _storage_failed(self, error: StorageError) -> SubscriptionLost:
         return SubscriptionLost(
-            f"nothing can be delivered, the disk refuses to record it: {error.message}",
+            f"could not write deliveries to the log: {error.message}",
             backend="native",
             operation="receive",
             queue=self._queue.name,
         )
 
     def listed(self) -> Consumer:
-        """How the engine lists this consumer."""
+        """Return this consumer's entry in the engine's list of consumers."""
         return Consumer(
             consumer=self._consumer,
             prefetch=self._prefetch,
@@ -113,7 +123,7 @@ class NativeSubscription:
         )
 
     async def ack(self, delivery: Delivery) -> None:
-        """The work is done: remove the message."""
+        """Remove the message from the queue."""
         token = delivery.receipt_of(int, "native", "ack")
         try:
             self._queue.ack(token)
@@ -126,7 +136,7 @@ class NativeSubscription:
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
-        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        """Return the message to the queue after ``delay`` seconds, with the envelope's headers."""
         token = delivery.receipt_of(int, "native", "release")
         headers = dict(delivery.envelope.headers)
         try:
@@ -138,7 +148,7 @@ class NativeSubscription:
             await self._queue.written()
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
-        """Move the end of the lease to ``seconds`` from now."""
+        """Extend the lease so that it ends ``seconds`` from now."""
         token = delivery.receipt_of(int, "native", "extend")
         try:
             self._queue.extend(token, seconds)
@@ -146,23 +156,23 @@ class NativeSubscription:
             raise self._lost(token, delivery, error) from None
 
     async def stop(self) -> None:
-        """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
+        """Stop fetching and wake a waiting ``receive``; held deliveries can still be settled."""
         self._stopped = True
-        self._wake_blocked()
+        self._wake_slot_waiters()
         self._queue.wake_consumer(self._consumer)
 
     def refresh(self) -> None:
-        """Leases were lost, or the whole queue: a lost delivery takes no slot any longer."""
+        """Free the slots of deliveries whose leases have ended."""
         self._held = {token for token in self._held if self._queue.state.holds(token)}
-        self._wake_blocked()
+        self._wake_slot_waiters()
 
     def abandon(self) -> None:
-        """The consumer is gone without a word: its leases end now, its attempts stay counted."""
+        """End all leases immediately after a consumer crash; the attempts still count."""
         held, self._held = self._held, set()
         self._queue.abandon(held)
 
     def release_uncharged(self) -> None:
-        """Release what is still held, without charging an attempt."""
+        """Release all held deliveries without counting an attempt."""
         held, self._held = self._held, set()
         for token in held:
             if self._queue.state.holds(token):
@@ -171,19 +181,19 @@ class NativeSubscription:
     def _settled(self, delivery: Delivery, token: int) -> None:
         delivery.receipt = None
         self._held.discard(token)
-        if self._blocked:
-            self._wake_blocked()
+        if self._slot_waiters:
+            self._wake_slot_waiters()
 
     def _lost(
         self, token: int, delivery: Delivery, error: AckDeadlineExceeded
     ) -> AckDeadlineExceeded:
         self._held.discard(token)
-        self._wake_blocked()
+        self._wake_slot_waiters()
         error.located(backend="native", message_id=delivery.envelope.id)
         return error
 
-    def _wake_blocked(self) -> None:
-        for waiter in self._blocked:
+    def _wake_slot_waiters(self) -> None:
+        for waiter in self._slot_waiters:
             if not waiter.done():
                 waiter.set_result(None)
 

@@ -1,4 +1,4 @@
-"""RabbitMQ, classic and quorum queues (aiormq).
+"""RabbitMQ backend with classic and quorum queues, based on aiormq.
 
-May import: ``backends.common``, ``backends.capability_matrix`` and what lies below ``backends``.
+May import: ``backends.common``, ``backends.capability_matrix`` and the packages below ``backends``.
 """

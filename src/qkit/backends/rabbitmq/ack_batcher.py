@@ -1,4 +1,4 @@
-"""Acks of one loop iteration in one batch: one frame for all that are contiguous."""
+"""Batching of acks, so that one frame acknowledges contiguous delivery tags."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ from qkit.backends.rabbitmq.errors import DRIVER_ERRORS
 
 __all__ = ["AckBatcher"]
 
-#: The largest prefetch that AMQP has.
+#: Largest prefetch that AMQP allows.
 MAX_UNSETTLED: Final = 65_535
 
 
 class AckBatcher:
-    """Batches acks and requeues of one channel.
+    """Batcher of one channel's acks and requeues; sends one batch per event loop iteration.
 
-    ``multiple`` settles everything up to a tag, so it is used for the tags below which nothing is
-    unsettled. Others go one by one, at once: held back, they would take the place of new messages.
+    An AMQP ack with ``multiple`` settles all tags up to the given one, so it is used only if no
+    earlier tag is unsettled. Other tags are acknowledged one by one. They are not held back until
+    they are contiguous, because unsettled messages count against the prefetch.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._low = 0  # every tag up to this one is settled
-        self._settled: set[int] = set()  # beyond that
+        self._low = 0  # all tags up to this one are settled
+        self._settled: set[int] = set()  # settled tags above ``_low``
         self._coalescer: Coalescer[tuple[int, bool]] = Coalescer(
             self._send, max_size=MAX_UNSETTLED, name="qkit rabbitmq settle"
         )
 
     def ack(self, tag: int) -> None:
-        """Acknowledge soon."""
+        """Acknowledge a delivery in the next batch."""
         self._coalescer.post((tag, True))
 
     def requeue(self, tag: int) -> None:
-        """Give back soon."""
+        """Return a delivery to its queue in the next batch."""
         self._coalescer.post((tag, False))
 
     async def flushed(self) -> None:
-        """Wait until everything is on its way."""
+        """Wait until all acks and requeues are sent."""
         await self._coalescer.drain()
 
     async def _send(self, group: list[tuple[int, bool]]) -> None:
         acked = {tag for tag, handled in group if handled}
-        returned = sorted((tag for tag, handled in group if not handled), reverse=True)
-        self._settled.update(acked, returned)
-        row = 0  # the last of those in a row that the broker has not heard of
+        requeued = sorted((tag for tag, handled in group if not handled), reverse=True)
+        self._settled.update(acked, requeued)
+        up_to = 0  # last contiguous tag to acknowledge; 0 for none
         while self._low + 1 in self._settled:
             self._low += 1
             self._settled.discard(self._low)
             if self._low in acked:
                 acked.discard(self._low)
-                row = self._low
-        with contextlib.suppress(*DRIVER_ERRORS):  # then the broker delivers them again
-            for tag in returned:  # before a row that reaches beyond them
+                up_to = self._low
+        with contextlib.suppress(*DRIVER_ERRORS):  # the broker then redelivers the messages
+            for tag in requeued:  # before the multiple ack, which would settle them too
                 await self._channel.basic_nack(tag, requeue=True, wait=False)
-            if row:
-                await self._channel.basic_ack(row, multiple=True, wait=False)
+            if up_to:
+                await self._channel.basic_ack(up_to, multiple=True, wait=False)
             for tag in acked:
                 await self._channel.basic_ack(tag, wait=False)

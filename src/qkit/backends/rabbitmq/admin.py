@@ -1,7 +1,7 @@
-"""Looking into queues and emptying them, with what AMQP alone offers.
+"""Administration over AMQP: statistics, peek, purge, remove and delete.
 
-AMQP can count a queue's ready messages and consumers, and fetch messages. It has no list of queues,
-so this is about those that the service declared or names.
+AMQP can count the ready messages and the consumers of a queue, and fetch messages. It cannot list
+queues, so ``queues`` returns only those that this service has declared.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from qkit.message import GROUP, Envelope
 
 __all__ = ["RabbitMQAdmin"]
 
-#: Messages in a quorum queue up to which it is read whole, which keeps its order.
+#: Largest depth at which ``peek`` reads the whole of a quorum queue, which keeps its order.
 MAX_FULL_READ: Final = 1_000
 
 
 class RabbitMQAdmin:
-    """The ``Admin`` part of the backend."""
+    """Implementation of ``Admin`` for RabbitMQ; base class of the backend."""
 
     _consuming: ReconnectingConnection
     _publisher: Publisher
@@ -40,14 +40,14 @@ class RabbitMQAdmin:
     _groups: dict[str, set[str]]
 
     async def queues(self) -> list[str]:
-        """The queues and topics that this service declared: AMQP has no list of all."""
+        """Return the queues and topics that this service has declared, sorted by name."""
         return sorted(self._specs)
 
     async def stats(self, queue: str) -> QueueStats:
-        """How many messages are ready, and how many consumers there are.
+        """Return the number of ready messages and the number of consumers.
 
-        A topic's are the sums of the groups that this service knows. AMQP does not tell what
-        consumers hold.
+        For a topic, both are summed over the groups to which this service has subscribed. AMQP does
+        not report messages in flight.
         """
         parts = [await self._count(name, "stats") for name in await self._queues_of(queue, "stats")]
         return QueueStats(
@@ -57,42 +57,42 @@ class RabbitMQAdmin:
         )
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """The next messages; while it looks, nobody else gets them.
+        """Return up to ``limit`` messages; consumers do not receive them during the call.
 
-        A classic queue is as it was afterwards. In a quorum queue, which counts every look as a
-        delivery, copies take the places of what was seen, at the end of the queue.
+        A classic queue is unchanged afterwards. A quorum queue counts each read as a delivery, so
+        the messages that were read are replaced with copies at the end of the queue.
         """
         found: list[Envelope] = []
         for name in await self._queues_of(queue, "peek"):
             group = name.partition(":")[2]
-            for message in await self._look(name, limit - len(found)):
-                facts = message.header.properties
-                envelope = codec.decode(facts, message.body)
-                envelope = codec.as_dead_letter(envelope, facts, ignored=DELAY)
+            for message in await self._read(name, limit - len(found)):
+                properties = message.header.properties
+                envelope = codec.decode(properties, message.body)
+                envelope = codec.as_dead_letter(envelope, properties, ignored=DELAY)
                 if group:
                     envelope.headers[GROUP] = group
                 found.append(envelope)
         return found
 
     async def purge(self, queue: str) -> int:
-        """Delete every message that no consumer holds, delayed ones too; return how many."""
-        gone = 0
+        """Delete all messages that are not in flight, including delayed ones; return how many."""
+        purged = 0
         for name in await self._queues_of(queue, "purge"):
             with translate_errors("purge", queue):
                 async with self._consuming.control() as channel:
-                    gone += (await channel.queue_purge(name)).message_count or 0
-            gone += await self._remove_delayed(name)
+                    purged += (await channel.queue_purge(name)).message_count or 0
+            purged += await self._remove_delayed(name)
         if self._is_topic(queue):
-            gone += await self._remove_delayed(queue)
-        return gone
+            purged += await self._remove_delayed(queue)
+        return purged
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Delete these messages unless a consumer holds them; return how many were there.
+        """Delete one message for each id; return how many were found.
 
-        Delayed ones are not looked for.
+        Only ready messages are searched, not delayed messages or messages in flight.
         """
         wanted = Counter(ids)
-        gone = 0
+        removed = 0
         for name in await self._queues_of(queue, "remove"):
             with translate_errors("remove", queue):
                 async with self._consuming.own_channel() as channel:
@@ -101,15 +101,15 @@ class RabbitMQAdmin:
                         id = codec.message_id(message.header.properties, message.body)
                         if wanted[id]:
                             wanted[id] -= 1
-                            gone += 1
+                            removed += 1
                             await channel.basic_ack(message.delivery_tag or 0, wait=False)
                         else:
                             kept.append(message)
                     await self._put_back(channel, name, kept)
-        return gone
+        return removed
 
     async def delete(self, queue: str) -> None:
-        """Delete the queue, or the topic with the groups that are known, and all that is in it."""
+        """Delete a queue, or a topic and its known groups, with all their messages."""
         names = await self._queues_of(queue, "delete")
         topic = self._is_topic(queue)
         for name in names:
@@ -125,14 +125,18 @@ class RabbitMQAdmin:
         self._specs.pop(queue, None)
         self._groups.pop(queue, None)
 
-    # What it is made of
+    # Helpers
 
     def _is_topic(self, queue: str) -> bool:
         spec = self._specs.get(queue)
         return spec is not None and spec.broadcast
 
     async def _queues_of(self, queue: str, operation: str) -> list[str]:
-        """The queue itself, or those of a topic's groups; raises if there is no such thing."""
+        """Return the name of the queue itself, or of the queue of each known group of a topic.
+
+        Raises:
+            QueueNotFound: The queue or topic does not exist.
+        """
         with translate_errors(operation, queue):
             async with self._consuming.control() as channel:
                 if not self._is_topic(queue):
@@ -149,62 +153,70 @@ class RabbitMQAdmin:
             queue=name, depth=answer.message_count or 0, consumers=answer.consumer_count
         )
 
-    async def _look(self, name: str, limit: int) -> list[DeliveredMessage]:
+    async def _read(self, name: str, limit: int) -> list[DeliveredMessage]:
         with translate_errors("peek", name):
             async with self._consuming.own_channel() as channel:
-                many = limit
-                if self._counts(name):
+                read_limit = limit
+                if self._counts_reads(name):
                     depth = (await channel.queue_declare(name, passive=True)).message_count or 0
-                    many = max(limit, depth if depth <= MAX_FULL_READ else 0)
+                    read_limit = max(limit, depth if depth <= MAX_FULL_READ else 0)
                 found: list[DeliveredMessage] = []
-                while len(found) < many and (message := await _get(channel, name)) is not None:
+                while (
+                    len(found) < read_limit and (message := await _get(channel, name)) is not None
+                ):
                     found.append(message)
                 await self._put_back(channel, name, found)
         return found[:limit]
 
-    def _counts(self, name: str) -> bool:
-        """Whether looking would be charged; nobody asks for the attempts of dead letters."""
+    def _counts_reads(self, name: str) -> bool:
+        """Return whether a read counts as a delivery that matters.
+
+        Only quorum queues count reads, and the deliveries of a dead letter do not matter.
+        """
         spec = self._specs.get(name)
         return self._quorum and not (spec is not None and spec.drop_oldest)
 
     async def _put_back(
         self, channel: Channel, name: str, messages: Sequence[DeliveredMessage]
     ) -> None:
-        """Closing the channel puts everything in its old place, and a quorum queue counts it."""
-        if not self._counts(name) or not messages:
+        """Replace messages that were read with copies if the queue counts reads.
+
+        Otherwise closing the channel returns the messages to their place.
+        """
+        if not self._counts_reads(name) or not messages:
             return
         copies: list[OutgoingMessage] = []
         for message in messages:
-            facts = message.header.properties
-            envelope = codec.decode(facts, message.body)
-            attempts = envelope.attempt + codec.deliveries(facts)
+            properties = message.header.properties
+            envelope = codec.decode(properties, message.body)
+            attempts = envelope.attempt + codec.deliveries(properties)
             frame = self._consuming.frame
-            again = codec.encode_again(envelope, facts, attempts=attempts, frame=frame)
-            copies.append(OutgoingMessage(name, "", name, again, message.body))
+            copy = codec.encode_copy(envelope, properties, attempts=attempts, frame=frame)
+            copies.append(OutgoingMessage(name, "", name, copy, message.body))
         errors = await self._publisher.publish(copies)
         for message, error in zip(messages, errors, strict=True):
             if error is None:
                 await channel.basic_ack(message.delivery_tag or 0, wait=False)
 
     async def _take_oldest(self, name: str, count: int) -> list[Envelope]:
-        """Fetch and delete; what is at the head of a queue of dead letters is the oldest."""
+        """Remove and return up to ``count`` messages from the head of a dead-letter queue."""
         taken: list[Envelope] = []
         if count > 0:
             with translate_errors("publish", name):
                 async with self._consuming.own_channel() as channel:
                     while len(taken) < count and (message := await _get(channel, name)) is not None:
-                        facts = message.header.properties
-                        envelope = codec.decode(facts, message.body)
-                        taken.append(codec.as_dead_letter(envelope, facts, ignored=DELAY))
+                        properties = message.header.properties
+                        envelope = codec.decode(properties, message.body)
+                        taken.append(codec.as_dead_letter(envelope, properties, ignored=DELAY))
                         await channel.basic_ack(message.delivery_tag or 0, wait=False)
         return taken
 
     async def _remove_delayed(self, name: str) -> int:
-        """Take delayed messages out of the cascade, if there is one."""
+        """Remove the delayed messages of a queue or topic; return how many."""
         try:
             with translate_errors("purge", name):
                 return await self._cascade.remove_delayed(self._consuming, name)
-        except QueueNotFound:
+        except QueueNotFound:  # the vhost has no delay cascade
             return 0
 
 

@@ -1,4 +1,4 @@
-"""The RabbitMQ backend: classic queues, or quorum queues with copies on several nodes."""
+"""RabbitMQ backend with classic queues, or with quorum queues replicated to several nodes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.common.errors import queue_full
 from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.admin import RabbitMQAdmin
-from qkit.backends.rabbitmq.codec import FRAME, USUAL_PRIORITY
+from qkit.backends.rabbitmq.codec import DEFAULT_FRAME_BYTES, DEFAULT_PRIORITY
 from qkit.backends.rabbitmq.connection import ConnectionParameters, ReconnectingConnection
-from qkit.backends.rabbitmq.delay import LONGEST, DelayCascade
+from qkit.backends.rabbitmq.delay import MAX_DELAY_SECONDS, DelayCascade
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
 from qkit.backends.rabbitmq.publisher import OutgoingMessage, Publisher
 from qkit.backends.rabbitmq.subscription import RabbitSubscription
@@ -36,16 +36,16 @@ from qkit.settings.model import Settings
 
 __all__ = ["RabbitMQBackend", "from_settings"]
 
-#: The first version in which messages of a quorum queue expire without being lost.
+#: First version whose quorum queues dead-letter expired messages without loss.
 MIN_VERSION = (3, 10)
 
 
 def from_settings(settings: Settings, clock: Clock) -> RabbitMQBackend:
-    """Build the backend that the settings describe; it is not started.
+    """Return the backend that the settings describe, not yet connected.
 
     Args:
-        settings: Validated settings of type ``rabbitmq``.
-        clock: Source of time.
+        settings: Settings of type ``rabbitmq``; ``url`` must be set.
+        clock: Clock of the service.
     """
     assert settings.url is not None
     letters = settings.dead_letter
@@ -63,11 +63,21 @@ def from_settings(settings: Settings, clock: Clock) -> RabbitMQBackend:
 
 
 class RabbitMQBackend(RabbitMQAdmin):
-    """The whole boundary on RabbitMQ 3.10 or later.
+    """Backend for RabbitMQ 3.10 or later.
 
-    With ``replicas`` above 1 every queue is a quorum queue on so many nodes. ``quorum`` asks for
-    one also with a single copy. ``dead_letter_suffix`` and ``dead_letter_max_size`` describe the
-    dead-letter queues that the settings give to all queues; a suffix of ``None`` means none.
+    Args:
+        url: AMQP URL of the broker.
+        clock: Clock of the service; the system clock by default.
+        replicas: Number of nodes that store each queue; 1 by default.
+        quorum: Whether to use quorum queues; by default only if ``replicas`` is above 1.
+        timeout: Seconds to wait for a response from the broker; 10 by default.
+        dead_letter_suffix: Suffix of dead-letter queue names, ``.dlq`` by default; ``None`` if the
+            service does not use dead letters.
+        dead_letter_max_size: Maximum number of messages in the dead-letter queue of a channel that
+            disables dead letters; 10,000 by default. Only the broker dead-letters messages there.
+        tls_ca_file: PEM file of trusted CA certificates; those of the system by default.
+        tls_cert_file: PEM file of the client certificate; none by default.
+        tls_key_file: PEM file of its private key; not needed if ``tls_cert_file`` contains the key.
 
     >>> backend = RabbitMQBackend("amqp://guest:guest@localhost:5672/")
     >>> backend.capabilities.supports("priority")
@@ -112,15 +122,20 @@ class RabbitMQBackend(RabbitMQAdmin):
             dead_letter_max_size=dead_letter_max_size,
         )
         self._cascade = DelayCascade(self._topology)
-        self._bound: set[str] = set()  # what others made, where delayed messages now come out
+        self._bound: set[str] = set()  # passively declared queues and topics bound to the cascade
         self._specs: dict[str, QueueSpec] = {}
-        self._groups: dict[str, set[str]] = {}  # of topics, as far as this service knows them
+        self._groups: dict[str, set[str]] = {}  # known groups of each topic
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
     # Backend
 
     async def start(self) -> None:
-        """Connect, or raise ``BackendUnavailable``; ``ConfigError`` if the broker is too old."""
+        """Connect to the broker.
+
+        Raises:
+            BackendUnavailable: The broker does not respond in time.
+            ConfigError: The broker is older than RabbitMQ 3.10.
+        """
         with translate_errors("start"):
             connection = await self._consuming.connect()
             self._sending.enable()
@@ -129,30 +144,35 @@ class RabbitMQBackend(RabbitMQAdmin):
         if _version(version) < MIN_VERSION:
             await self.aclose()
             raise ConfigError(
-                f"qkit needs RabbitMQ 3.10 or later and this is {version}",
+                f"RabbitMQ {version} is not supported: upgrade it to 3.10 or later",
                 backend=self.name,
                 operation="start",
             )
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists; one that exists with other arguments is used as it is.
+        """Create the queue or topic unless it exists.
 
-        Raises ``ConfigError`` when it exists and cannot do what the spec asks for, and with
-        ``passive`` ``QueueNotFound`` when it does not exist.
+        A queue that exists with other arguments is used as it is.
+
+        Raises:
+            ConfigError: The existing queue does not support what ``spec`` requires, or ``spec``
+                asks for more replicas than this backend has.
+            QueueNotFound: The queue does not exist and ``passive`` is set.
         """
         known = self._specs.get(spec.name)
         if known is not None and known.broadcast is not spec.broadcast:
             kinds = ("a topic", "a queue") if known.broadcast else ("a queue", "a topic")
             raise ConfigError(
-                f"{spec.name!r} was declared as {kinds[0]} and now as {kinds[1]}",
+                f"{spec.name!r} was declared as {kinds[0]} and cannot be declared as {kinds[1]}: "
+                "use another name",
                 backend=self.name,
                 operation="declare",
                 queue=spec.name,
             )
         if spec.replicas > self._topology.replicas:
             raise ConfigError(
-                f"{spec.replicas} copies were asked for and this backend keeps "
-                f"{self._topology.replicas}: set replicas in the settings",
+                f"the queue needs {spec.replicas} copies, but this backend stores "
+                f"{self._topology.replicas}: increase replicas in the settings",
                 backend=self.name,
                 operation="declare",
                 queue=spec.name,
@@ -173,40 +193,48 @@ class RabbitMQBackend(RabbitMQAdmin):
                 await channel.queue_declare(spec.name, passive=True)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Hand messages over in order; what was not accepted is in ``PartialSend``."""
+        """Publish messages in order; return when the broker has confirmed all of them.
+
+        Raises:
+            PartialSend: Some messages were not accepted. The error holds the outcome of each.
+        """
         spec = self._specs.get(queue)
-        fitting = len(envelopes)
+        capacity = len(envelopes)
         if spec is not None and spec.max_depth is not None:
-            fitting = await self._room(spec, len(envelopes))
+            capacity = await self._capacity(spec, len(envelopes))
         delayed = [item for item in envelopes if item.not_before is not None]
         for target in {_target(queue, spec, item) for item in delayed}:
             await self._prepare_delays(target, spec)
         now = self._clock.time()
         outgoing: list[OutgoingMessage] = []
-        refused: dict[int, QueueError] = {}
-        for at, item in enumerate(envelopes[:fitting]):
+        invalid: dict[int, QueueError] = {}
+        for index, item in enumerate(envelopes[:capacity]):
             try:
                 outgoing.append(self._outgoing(queue, spec, item, now))
-            except InvalidHeader as invalid:  # the others have nothing to do with it
-                refused[at] = invalid
+            except InvalidHeader as error:  # the other messages are still sent
+                invalid[index] = error
         errors = await self._publisher.publish(outgoing) if outgoing else []
-        for at, error in refused.items():
-            errors.insert(at, error)
-        if not any(errors) and fitting == len(envelopes):
+        for index, failure in invalid.items():
+            errors.insert(index, failure)
+        if not any(errors) and capacity == len(envelopes):
             return [Sent(item.id) for item in envelopes]
         if any(isinstance(error, QueueNotFound) for error in errors):
-            self._topology.forget()
-            self._forget_delays()
+            self._topology.invalidate()
+            self._invalidate_delays()
         results: list[Sent | QueueError] = [
             error or Sent(item.id) for item, error in zip(envelopes, errors, strict=False)
         ]
-        results += [queue_full(BACKEND, queue, item.id) for item in envelopes[fitting:]]
+        results += [queue_full(BACKEND, queue, item.id) for item in envelopes[capacity:]]
         raise PartialSend.of(results, backend=self.name, queue=queue)
 
     def _outgoing(
         self, queue: str, spec: QueueSpec | None, envelope: Envelope, now: float
     ) -> OutgoingMessage:
-        """Where a message goes: to its queue, to a topic or one of its groups, or to wait first."""
+        """Return a message with its exchange and routing key.
+
+        It goes to its queue, its topic or one group of the topic. A delayed message goes to the
+        delay cascade first.
+        """
         topic = spec is not None and spec.broadcast
         target = _target(queue, spec, envelope)
         if target != queue:
@@ -214,23 +242,29 @@ class RabbitMQBackend(RabbitMQAdmin):
             del headers[GROUP]
             envelope, topic = replace(envelope, headers=headers), False
         delay = 0.0 if envelope.not_before is None else envelope.not_before - now
-        # Not in the cascade: a message that expires there would leave it early.
-        facts = codec.encode(
+        # A delayed message has no AMQP expiration, which would make it leave the cascade early.
+        properties = codec.encode(
             envelope,
             now=now,
-            priority=None if self._quorum else USUAL_PRIORITY,
+            priority=None if self._quorum else DEFAULT_PRIORITY,
             expire=delay <= 0 and target in self._topology.expiring,
-            due=envelope.not_before if delay > LONGEST else None,
-            frame=self._sending.frame if envelope.headers else FRAME,
+            due=envelope.not_before if delay > MAX_DELAY_SECONDS else None,
+            frame=self._sending.frame if envelope.headers else DEFAULT_FRAME_BYTES,
         )
         if delay > 0:
             exchange, key = self._cascade.route(target, delay)
-            return OutgoingMessage(target, exchange, key, facts, envelope.body)
+            return OutgoingMessage(target, exchange, key, properties, envelope.body)
         exchange = target if topic else ""
-        return OutgoingMessage(target, exchange, target, facts, envelope.body, mandatory=not topic)
+        return OutgoingMessage(
+            target, exchange, target, properties, envelope.body, mandatory=not topic
+        )
 
     async def _check_delays(self, queue: str, spec: QueueSpec | None) -> None:
-        """Raise ``ConfigError`` if retries could not wait on this broker."""
+        """Check that the delay cascade exists; declare it if it is missing and may be declared.
+
+        Raises:
+            ConfigError: The spec is passive and the cascade is missing or may not be bound.
+        """
         if spec is None or not spec.passive:
             try:
                 with translate_errors("subscribe", queue):
@@ -238,11 +272,15 @@ class RabbitMQBackend(RabbitMQAdmin):
                         await self._cascade.check(channel)
                 return
             except QueueNotFound:
-                pass  # it is declared now, or the reason why not is raised
+                pass
         await self._prepare_delays(queue, spec)
 
     async def _prepare_delays(self, queue: str, spec: QueueSpec | None) -> None:
-        """The cascade, and that what leaves it finds its queue or topic."""
+        """Declare the delay cascade; if ``spec`` is passive, check it and bind the target to it.
+
+        Raises:
+            ConfigError: The spec is passive and the cascade is missing or may not be bound.
+        """
         passive = spec is not None and spec.passive
         if self._cascade.ready and (not passive or queue in self._bound):
             return
@@ -253,54 +291,63 @@ class RabbitMQBackend(RabbitMQAdmin):
                     return
                 try:
                     await self._cascade.check(channel)
-                    # Somebody else made the queue, perhaps for programs that know no delays.
+                    # The queue may have been created by another program, without this binding.
                     topic = spec is not None and spec.broadcast and queue == spec.name
                     await self._topology.bind_delays(channel, queue, topic=topic)
                 except (
                     exceptions.ChannelNotFoundEntity,
                     exceptions.ChannelAccessRefused,
                 ) as error:
-                    raise _no_delays(queue, error) from error
+                    raise _delays_unavailable(queue, error) from error
                 self._cascade.ready = True
                 self._bound.add(queue)
 
     async def _republish(
-        self, queue: str, envelope: Envelope, facts: Basic.Properties, delay: float
+        self, queue: str, envelope: Envelope, properties: Basic.Properties, delay: float
     ) -> None:
-        """Publish a copy of a message to the queue it came from; return once it is confirmed."""
+        """Publish a copy of a message, with a delay in seconds; return when it is confirmed."""
         exchange, key = "", queue
         if delay > 0:
             await self._prepare_delays(queue, self._specs.get(queue.partition(":")[0]))
             exchange, key = self._cascade.route(queue, delay)
-        outgoing = OutgoingMessage(queue, exchange, key, facts, envelope.body)
+        outgoing = OutgoingMessage(queue, exchange, key, properties, envelope.body)
         (error,) = await self._publisher.publish([outgoing])
         if error is not None:
             if isinstance(error, QueueNotFound):
-                self._forget_delays()
+                self._invalidate_delays()
             raise error
 
-    def _forget_delays(self) -> None:
-        """Check the cascade and its bindings again: a part of them is gone."""
+    def _invalidate_delays(self) -> None:
+        """Make the next use check the delay cascade and its bindings again."""
         self._cascade.ready = False
         self._bound.clear()
 
-    async def _room(self, spec: QueueSpec, wanted: int) -> int:
-        """How many messages fit; in the dead letters the oldest make room, and are told of."""
+    async def _capacity(self, spec: QueueSpec, count: int) -> int:
+        """Return how many of ``count`` messages fit below the queue's ``max_depth``.
+
+        In a full dead-letter queue, make space: drop the oldest dead letters and call the drop
+        callbacks for each.
+        """
         assert spec.max_depth is not None
         if spec.broadcast:
-            return wanted
+            return count
         depth = (await self._count(spec.name, "publish")).depth
         free = max(0, spec.max_depth - depth)
         if not spec.drop_oldest:
-            return min(wanted, free)
-        for envelope in await self._take_oldest(spec.name, wanted - free):
+            return min(count, free)
+        for envelope in await self._take_oldest(spec.name, count - free):
             letter = DeadLetter.from_envelope(envelope, channel=spec.name)
             for callback in self._drop_callbacks:
                 callback(letter)
-        return wanted
+        return count
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[RabbitSubscription]:
-        """Consume a queue, or a topic's group, which is declared by this."""
+        """Open a subscription to a queue, or to a topic as a group, which is created if needed.
+
+        Raises:
+            QueueNotFound: The queue or topic does not exist.
+            ConfigError: Retries need the delay cascade, which is missing or may not be bound.
+        """
         return self._subscription(spec)
 
     @asynccontextmanager
@@ -330,9 +377,10 @@ class RabbitMQBackend(RabbitMQAdmin):
         try:
             yield subscription
         finally:
-            await run_to_completion(subscription.leave())  # what is held must go back
+            await run_to_completion(subscription.leave())  # returns messages in flight to the queue
 
     async def _join(self, topic: QueueSpec, spec: SubscriptionSpec) -> str:
+        """Declare the queue of a topic's group; return its name."""
         queue = group_queue(topic.name, spec.group)
         async with self._consuming.control() as channel:
             if topic.passive:
@@ -345,21 +393,25 @@ class RabbitMQBackend(RabbitMQAdmin):
         return queue
 
     async def ping(self) -> None:
-        """Raise ``BackendUnavailable`` unless the broker answers."""
+        """Check that the broker responds.
+
+        Raises:
+            BackendUnavailable: The broker does not respond in time.
+        """
         self._sending.ping_soon()
         await self._consuming.ping()
 
     async def aclose(self) -> None:
-        """Close channels, then connections; idempotent."""
+        """Close the channels, then the connections; idempotent."""
         await self._publisher.aclose()
         await self._sending.aclose()
         await self._consuming.aclose()
 
-    # DroppedLetterSource; not DeadLetterSource: an expired message is delivered, and the service
-    # writes its dead letter. What the broker itself takes out of a queue is reported to no one.
+    # DroppedLetterSource. Not DeadLetterSource: RabbitMQ does not report the messages that it
+    # dead-letters, and the service dead-letters the expired messages that it receives itself.
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that this service pushed out by another."""
+        """Call ``callback`` for each dead letter that this process drops from a full queue."""
         self._drop_callbacks.append(callback)
 
 
@@ -369,16 +421,16 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _target(queue: str, spec: QueueSpec | None, envelope: Envelope) -> str:
-    """Where a message is meant for: its queue, its topic, or one group of that."""
+    """Return the destination of a message: its queue, its topic, or the queue of one group."""
     group = envelope.headers.get(GROUP) if spec is not None and spec.broadcast else None
     return queue if group is None else group_queue(queue, group)
 
 
-def _no_delays(queue: str, error: Exception) -> ConfigError:
+def _delays_unavailable(queue: str, error: Exception) -> ConfigError:
     return ConfigError(
-        "delays and retries need qkit.delay, which this vhost does not have, or to which the queue "
-        "may not be bound, and declare='passive' creates nothing: start a service with "
-        "declare='create' once, or set retry.mode='inline' and send without a delay",
+        "delays and retries need qkit.delay, which does not exist in this vhost or which the user "
+        "may not bind, and declare='passive' does not create it: start a service with "
+        "declare='create' once, or set retry.mode='inline' and send messages without a delay",
         backend=BACKEND,
         operation="delay",
         queue=queue,

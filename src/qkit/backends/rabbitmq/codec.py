@@ -1,8 +1,8 @@
-"""A message as AMQP carries it: facts where a user of RabbitMQ looks for them, the body as it is.
+"""Conversion between envelopes and AMQP messages.
 
-The id, the content type, the priority, a time and a few well-known headers are AMQP's own
-properties; everything else is in its table of headers. Whatever another program wrote is read in
-the same way, and goes back as it came.
+The body is sent unchanged. The id, the content type, the priority, the timestamp and a few
+well-known headers become AMQP properties; everything else goes into the header table. Foreign
+messages are read in the same way, and their copies keep the original header values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pamqp import encode as pamqp_encode
 from pamqp.commands import Basic
 
 from qkit.backends.common.raw_text import RAW, keep, kept, text_of
-from qkit.backends.rabbitmq.header_packing import LONGEST_NAME, PACKED, fit, unpack
+from qkit.backends.rabbitmq.header_packing import MAX_NAME_BYTES, PACKED, fit, unpack
 from qkit.backends.rabbitmq.lenient_decoding import UNREADABLE, Unreadable, read_value
 from qkit.errors import InvalidHeader
 from qkit.message import (
@@ -38,32 +38,32 @@ __all__ = [
     "decode",
     "deliveries",
     "encode",
-    "encode_again",
+    "encode_copy",
     "message_id",
     "not_before",
 ]
 
-Table = Mapping[str, Any]  # AMQP's headers have types of their own
+Table = Mapping[str, Any]  # header table with values of any AMQP type
 
-ATTEMPTS: Final = "qkit-attempts"  # deliveries so far
+ATTEMPTS: Final = "qkit-attempts"  # number of deliveries so far
 KEY: Final = "qkit-key"
 EXPIRES: Final = "qkit-expires-at"  # milliseconds since the epoch
-DUE: Final = "qkit-not-before"  # only where the delay is longer than the broker can measure
-_OWN: Final = frozenset({ATTEMPTS, KEY, EXPIRES, DUE})
+DUE: Final = "qkit-not-before"  # milliseconds since the epoch; only beyond MAX_DELAY_SECONDS
+_OWN_HEADERS: Final = frozenset({ATTEMPTS, KEY, EXPIRES, DUE})
 
 DELIVERY_COUNT: Final = "x-delivery-count"
-_BROKERS_OWN: Final = frozenset({"x-death", DELIVERY_COUNT, "x-acquired-count"})
-_BROKERS_NOTES: Final = ("x-first-death-", "x-last-death-")
+_BROKER_HEADERS: Final = frozenset({"x-death", DELIVERY_COUNT, "x-acquired-count"})
+_BROKER_PREFIXES: Final = ("x-first-death-", "x-last-death-")
 
 JSON: Final = "application/json"
-USUAL_PRIORITY: Final = 5
+DEFAULT_PRIORITY: Final = 5
 PERSISTENT: Final = 2
-SHORT: Final = 255  # bytes in AMQP's short strings
-LONGEST_EXPIRATION: Final = 2**32 - 1  # milliseconds; RabbitMQ closes the connection above it
-ORDINARY_NAME: Final = LONGEST_NAME // 4  # characters of a header's name that surely fit
-FRAME: Final = 131_072  # bytes in a frame, as RabbitMQ is set up by default
+SHORT_STRING_BYTES: Final = 255  # limit of AMQP's short strings
+MAX_EXPIRATION_MS: Final = 2**32 - 1  # RabbitMQ closes the connection if it is higher
+SHORT_NAME_LENGTH: Final = MAX_NAME_BYTES // 4  # characters; a name up to this length always fits
+DEFAULT_FRAME_BYTES: Final = 131_072  # RabbitMQ's default for frame_max
 
-# Headers that have a property of their own in AMQP, and the driver's name for it.
+# Headers that become AMQP properties, with the driver's names for the properties.
 _PROPERTIES: Final = {
     CONTENT_ENCODING: "content_encoding",
     "correlation-id": "correlation_id",
@@ -71,9 +71,9 @@ _PROPERTIES: Final = {
     "type": "message_type",
     "app-id": "app_id",
 }
-# The broker acts upon these instead of carrying them, so they travel under another name.
-_HIDDEN: Final = "qkit-header-"
-_ACTED_UPON: Final = frozenset({"CC", "BCC"})
+# The broker interprets some headers itself, so they are sent with a prefix.
+_ESCAPE_PREFIX: Final = "qkit-header-"
+_INTERPRETED_HEADERS: Final = frozenset({"CC", "BCC"})
 _DIRECT_REPLY: Final = "amq.rabbitmq.reply-to"
 
 
@@ -84,13 +84,21 @@ def encode(
     priority: int | None,
     expire: bool,
     due: float | None = None,
-    frame: int = FRAME,
+    frame: int = DEFAULT_FRAME_BYTES,
 ) -> Basic.Properties:
-    """The properties of a message that is sent for the first time, or again after its death.
+    """Return the AMQP properties of a message that is sent or replayed.
 
-    ``priority`` is for one that has none. With ``expire`` the broker takes it out by itself when
-    its time is over. ``due`` is written down for whoever receives it too early. Headers that are
-    too large for a frame of ``frame`` bytes are packed.
+    Args:
+        envelope: The message.
+        now: Current time in seconds since the epoch.
+        priority: Priority if the message has none.
+        expire: Whether the broker dead-letters the message when its TTL expires.
+        due: Time before which the message must not be handled, in seconds since the epoch; set if
+            the delay exceeds the maximum of the delay cascade.
+        frame: Largest frame in bytes, 128 KiB by default; headers that do not fit are packed.
+
+    Raises:
+        InvalidHeader: The id or the content type is too long for AMQP.
     """
     table: dict[str, Any] = {}
     properties = Basic.Properties(
@@ -108,40 +116,48 @@ def encode(
     if envelope.expires_at is not None:
         table[EXPIRES] = _milliseconds(envelope.expires_at)
         lifetime = max(0, _milliseconds(envelope.expires_at - now))
-        if expire and lifetime <= LONGEST_EXPIRATION:
+        if expire and lifetime <= MAX_EXPIRATION_MS:
             properties.expiration = str(lifetime)
     if due is not None:
         table[DUE] = _milliseconds(due)
     if table:
         properties.headers = table
-        if size * 5 > frame:  # a character has at most four bytes
-            fit(properties, frame, envelope.headers, _is_fact)
+        if size * 5 > frame:  # upper limit in bytes: a character has at most four
+            fit(properties, frame, envelope.headers, _is_kept_readable)
     return properties
 
 
-def encode_again(
+def encode_copy(
     envelope: Envelope,
     original: Basic.Properties,
     *,
     attempts: int,
     due: float | None = None,
-    frame: int = FRAME,
+    frame: int = DEFAULT_FRAME_BYTES,
 ) -> Basic.Properties:
-    """The properties of a copy that replaces a message: as it came, with the envelope's headers.
+    """Return the AMQP properties of a copy that replaces a message.
 
-    Without the broker's notes about earlier deaths: a copy that has them is dropped without a word
-    when it dies in the same place again.
+    Headers that did not change keep their original type. The ``x-death`` header is left out,
+    because RabbitMQ silently drops a message with it that is dead-lettered by the same queue again.
+
+    Args:
+        envelope: The message with its current headers.
+        original: Properties of the message that is replaced.
+        attempts: Number of deliveries so far.
+        due: Time before which the message must not be handled, in seconds since the epoch; none by
+            default.
+        frame: Largest frame in bytes, 128 KiB by default; headers that do not fit are packed.
     """
     before = cast("Table", original.headers or {})
     table: dict[str, Any] = {}
-    again = Basic.Properties(
+    copy = Basic.Properties(
         message_id=_short(envelope.id),
         content_type=JSON,
         delivery_mode=PERSISTENT,
         priority=original.priority,
         timestamp=original.timestamp,
     )
-    size = _write_headers(envelope.headers, before, again, table)
+    size = _write_headers(envelope.headers, before, copy, table)
     if RAW in table:
         _omit_derived(table)
     if envelope.key is not None:
@@ -152,16 +168,17 @@ def encode_again(
         table[ATTEMPTS] = attempts
     if due is not None:
         table[DUE] = _milliseconds(due)
-    again.headers = table or None
-    if size * 5 > frame:  # as in encode
-        fit(again, frame, envelope.headers, _is_fact)
-    return again
+    copy.headers = table or None
+    if size * 5 > frame:  # as in ``encode``
+        fit(copy, frame, envelope.headers, _is_kept_readable)
+    return copy
 
 
 def decode(properties: Basic.Properties, body: bytes) -> Envelope:
-    """The message, ``attempt`` as the deliveries that were written down.
+    """Return the envelope of a message; its ``attempt`` is the number of recorded deliveries.
 
-    Text that is not UTF-8 is replaced, and the header ``qkit-raw`` keeps its bytes.
+    A byte that is not UTF-8 is replaced with an escape, and the header ``qkit-raw`` keeps the
+    original bytes.
     """
     raw: dict[str, bytes] = {}
     envelope = Envelope(
@@ -183,17 +200,18 @@ def decode(properties: Basic.Properties, body: bytes) -> Envelope:
     if raw:
         keep(headers, raw)
     if envelope.expires_at is None and properties.expiration and properties.timestamp:
-        # Another program's: the broker forgets it when the message is delayed or retried.
-        lifetime = _whole(properties.expiration)
+        # Set by another program. Copies of the message carry ``qkit-expires-at`` instead.
+        lifetime = _integer(properties.expiration)
         if lifetime is not None:
             envelope.expires_at = properties.timestamp.timestamp() + lifetime / 1000
     return envelope
 
 
 def message_id(properties: Basic.Properties, body: bytes) -> str:
-    """The message's id; of one that another program sent without, what it is made of.
+    """Return the id of a message.
 
-    So it stays the same however often the message is looked at. Messages that are alike share it.
+    The id of a foreign message without one is a hash of its timestamp and body, so it is the same
+    at each read. Identical messages have the same id.
     """
     return _message_id(properties, body, {})
 
@@ -206,9 +224,10 @@ def _message_id(properties: Basic.Properties, body: bytes, raw: dict[str, bytes]
 
 
 def _clean(text: str, entry: str, raw: dict[str, bytes]) -> str:
-    """Replace what is not UTF-8 in a short string of the driver's, and keep the bytes in ``raw``.
+    """Return a short string from the driver as valid UTF-8.
 
-    The result is a short string again, so that a copy can carry it.
+    If bytes were replaced, the original is added to ``raw`` as ``entry``. The result still fits
+    into a short string.
     """
     if text.isascii():
         return text
@@ -216,29 +235,30 @@ def _clean(text: str, entry: str, raw: dict[str, bytes]) -> str:
     clean = text_of(value)
     if clean != text:
         raw[entry] = value
-        if len(clean.encode()) > SHORT:
+        if len(clean.encode()) > SHORT_STRING_BYTES:
             digest = hashlib.sha256(value).hexdigest()[:16]
             clean = f"{clean.encode()[:200].decode(errors='ignore')}…{digest}"
     return clean
 
 
 def deliveries(properties: Basic.Properties) -> int:
-    """How often a quorum queue has handed this copy out before."""
+    """Return how many times a quorum queue has delivered the message before."""
     table = cast("Table", properties.headers or {})
-    return max(0, _whole(table.get(DELIVERY_COUNT)) or 0)
+    return max(0, _integer(table.get(DELIVERY_COUNT)) or 0)
 
 
 def not_before(properties: Basic.Properties) -> float | None:
-    """When the message may be delivered, if the broker could not wait so long."""
-    due = _whole(cast("Table", properties.headers or {}).get(DUE))
+    """Return the time before which a message must not be handled, or ``None`` if it has none."""
+    due = _integer(cast("Table", properties.headers or {}).get(DUE))
     return None if due is None else due / 1000
 
 
 def as_dead_letter(envelope: Envelope, properties: Basic.Properties, *, ignored: str) -> Envelope:
-    """The record of a message that the broker itself took out of its queue, as everywhere else.
+    """Convert a message that the broker dead-lettered to a dead letter of qkit.
 
-    One that qkit wrote is returned as it is. Queues whose names begin with ``ignored`` are stations
-    of a delay: leaving them is no death.
+    A dead letter that qkit wrote, and a message that was not dead-lettered, are returned unchanged.
+    Expiry in a queue whose name starts with ``ignored`` does not count, because such queues belong
+    to the delay cascade.
     """
     if any(name.startswith("qkit-dead-") for name in envelope.headers):
         return envelope
@@ -262,22 +282,22 @@ def as_dead_letter(envelope: Envelope, properties: Basic.Properties, *, ignored:
         channel=channel,
         group=group or None,
         reason=reason or Reason.EXPLICIT_NACK,
-        error=error or BrokerRefused(f"RabbitMQ took it out of its queue: {death.get('reason')}"),
+        error=error or BrokerRefused(f"RabbitMQ dead-lettered the message: {death.get('reason')}"),
         at=at,
     )
     return letter.to_envelope()
 
 
 class Rejected(Exception):
-    """A consumer of another program refused the message."""
+    """Error in a dead letter: a consumer of another program rejected the message."""
 
 
 class DeliveryLimit(Exception):
-    """The message was handed out more often than the queue allows."""
+    """Error in a dead letter: the message reached the delivery limit of the queue."""
 
 
 class BrokerRefused(Exception):
-    """The broker took the message out of its queue for a reason of its own."""
+    """Error in a dead letter: the broker dead-lettered the message for another reason."""
 
 
 _DEATHS: Final[Mapping[str, tuple[Reason, Exception]]] = {
@@ -300,7 +320,7 @@ def _last_death(table: Table, ignored: str) -> Table | None:
     deaths = table.get("x-death")
     if not isinstance(deaths, list):
         return None
-    for death in cast("list[object]", deaths):  # the last one comes first
+    for death in cast("list[object]", deaths):  # newest first
         if isinstance(death, dict):
             found = cast("dict[str, Any]", death)
             if not str(found.get("queue", "")).startswith(ignored):
@@ -314,98 +334,104 @@ def _write_headers(
     properties: Basic.Properties,
     table: dict[str, Any],
 ) -> int:
-    """Headers to properties and table; a value that is as it came keeps its type.
+    """Write headers to the properties and the table; an unchanged value keeps its original type.
 
-    Returns about how many characters they have; a name that is long for AMQP counts as a frame.
+    Return their approximate size in characters. A name that may be too long for AMQP counts as a
+    whole frame, so that the caller calls ``fit``.
     """
-    size = 2 * len(headers)  # AMQP adds six bytes to a header
+    size = 2 * len(headers)  # allows for the six bytes that AMQP adds to each header
     for name, value in headers.items():
-        size += len(name) + len(value) if len(name) <= ORDINARY_NAME else FRAME
+        size += len(name) + len(value) if len(name) <= SHORT_NAME_LENGTH else DEFAULT_FRAME_BYTES
         if name == CONTENT_TYPE:
             properties.content_type = _short(value)
             if value != JSON:
-                continue  # else it must be told from the one that is always written
+                continue  # an explicit JSON type is also in the table, unlike the default
         attribute = _PROPERTIES.get(name)
         if attribute and value and name not in before and _fits(value):
             setattr(properties, attribute, value)
         elif name in before and _text(before[name]) == value:
-            table[name] = _as_it_came(before[name])
+            table[name] = _original_value(before[name])
         else:
-            table[_carried(name)] = value
+            table[_escaped_name(name)] = value
     return size
 
 
 def _omit_derived(table: dict[str, Any]) -> None:
-    """Omit the bytes in ``qkit-raw`` that a binary header of ``table`` has too.
+    """Remove entries of ``qkit-raw`` whose bytes are also in a binary header of ``table``.
 
-    ``decode`` adds them again. A header whose name is too long is packed as text, without them.
+    ``decode`` restores them. Entries of a header with a long name stay, because such a header is
+    packed as text.
     """
     derived: dict[str, bytes] = {}
     for name, value in table.items():
-        if len(name.encode()) <= LONGEST_NAME:
+        if len(name.encode()) <= MAX_NAME_BYTES:
             _keep_value(value, f"header:{name}", derived)
     if not derived or not isinstance(table[RAW], str):
         return
     found = kept(table)
-    rest = {entry: value for entry, value in found.items() if derived.get(entry) != value}
-    if len(rest) < len(found):
+    remaining = {entry: value for entry, value in found.items() if derived.get(entry) != value}
+    if len(remaining) < len(found):
         del table[RAW]
-        if rest:
-            keep(table, rest)
+        if remaining:
+            keep(table, remaining)
 
 
 def _read_headers(table: Table, envelope: Envelope, raw: dict[str, bytes]) -> None:
     headers = envelope.headers
     for name, value in table.items():
-        if name in _OWN:
+        if name in _OWN_HEADERS:
             if name == KEY:
                 envelope.key = value if type(value) is str else _text(value)
                 if type(value) is not str:
                     _keep_value(value, "key", raw)
             elif name == ATTEMPTS:
-                envelope.attempt = max(0, _whole(value) or 0)
+                envelope.attempt = max(0, _integer(value) or 0)
             elif name == EXPIRES:
-                expires = _whole(value)
+                expires = _integer(value)
                 envelope.expires_at = None if expires is None else expires / 1000
         elif name == PACKED and (packed := unpack(value)) is not None:
             headers.update(packed)
-        elif name in _BROKERS_OWN or name.startswith(_BROKERS_NOTES):
+        elif name in _BROKER_HEADERS or name.startswith(_BROKER_PREFIXES):
             continue
         elif type(value) is str and name.isascii():
-            headers[name.removeprefix(_HIDDEN)] = value
+            headers[name.removeprefix(_ESCAPE_PREFIX)] = value
         else:
             name_raw = name.encode(errors="surrogateescape")
             text = text_of(name_raw)
             if text != name:
                 raw[f"name:{text}"] = name_raw
-            headers[text.removeprefix(_HIDDEN)] = _text(value)
-            entry = "headers" if name == UNREADABLE else f"header:{text.removeprefix(_HIDDEN)}"
+            headers[text.removeprefix(_ESCAPE_PREFIX)] = _text(value)
+            entry = (
+                "headers" if name == UNREADABLE else f"header:{text.removeprefix(_ESCAPE_PREFIX)}"
+            )
             _keep_value(value, entry, raw)
 
 
 def _keep_value(value: object, entry: str, raw: dict[str, bytes]) -> None:
-    """Keep a binary value of which the text does not tell the bytes."""
+    """Add a binary value to ``raw`` if its bytes are not recoverable from its text."""
     if isinstance(value, bytes | bytearray) and (
         isinstance(value, Unreadable) or text_of(value) != value.decode(errors="replace")
     ):
         raw[entry] = bytes(value)
 
 
-def _is_fact(name: str) -> bool:
-    """Whether a header is qkit's own and small, so that it stays readable where others are packed.
+def _is_kept_readable(name: str) -> bool:
+    """Return whether a header is never packed: it is qkit's own and has a limited size.
 
-    The error of a dead letter is bounded; of ``qkit-raw`` that is not so.
+    ``qkit-raw`` may be packed, because its size is not limited.
     """
-    return name in _OWN or name.startswith(("qkit-dead-", GROUP, FIRST_FAILED_AT))
+    return name in _OWN_HEADERS or name.startswith(("qkit-dead-", GROUP, FIRST_FAILED_AT))
 
 
-def _carried(name: str) -> str:
-    brokers = name in _BROKERS_OWN or name in _ACTED_UPON or name.startswith(_BROKERS_NOTES)
-    return _HIDDEN + name if brokers else name
+def _escaped_name(name: str) -> str:
+    escaped = (
+        name in _BROKER_HEADERS or name in _INTERPRETED_HEADERS or name.startswith(_BROKER_PREFIXES)
+    )
+    return _ESCAPE_PREFIX + name if escaped else name
 
 
 def _text(value: object) -> str:
-    """A header of any of AMQP's types, as handlers see it."""
+    """Return a header value of any AMQP type as the text that the handler sees."""
     match value:
         case str():
             return value
@@ -425,19 +451,19 @@ def _text(value: object) -> str:
             return str(value)
 
 
-def _as_it_came(value: object) -> object:
-    """A value that the driver read, if it can write the same again; otherwise its text.
+def _original_value(value: object) -> object:
+    """Return a header value in a form that the driver encodes without loss, otherwise its text.
 
-    It writes every float with four bytes, and refuses some decimals and times.
+    The driver encodes every float in four bytes, and rejects some decimals and times.
     """
     if isinstance(value, str | int) or value is None:
         return value
-    again = _encodable(value)
+    encodable = _encodable(value)
     try:
-        same = read_value(pamqp_encode.encode_table_value(cast("Any", again))) == value
+        same = read_value(pamqp_encode.encode_table_value(cast("Any", encodable))) == value
     except (TypeError, ValueError, ArithmeticError, struct.error):
         same = False
-    return again if same and not isinstance(value, Unreadable) else _text(value)
+    return encodable if same and not isinstance(value, Unreadable) else _text(value)
 
 
 def _encodable(value: object) -> object:
@@ -453,24 +479,27 @@ def _encodable(value: object) -> object:
             return value
 
 
-def _whole(value: object) -> int | None:
+def _integer(value: object) -> int | None:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _fits(value: str) -> bool:
-    return len(value.encode(errors="surrogatepass")) <= SHORT and value != _DIRECT_REPLY
+    return (
+        len(value.encode(errors="surrogatepass")) <= SHORT_STRING_BYTES and value != _DIRECT_REPLY
+    )
 
 
 def _short(value: str) -> str:
-    if len(value.encode(errors="surrogatepass")) > SHORT:
+    if len(value.encode(errors="surrogatepass")) > SHORT_STRING_BYTES:
         raise InvalidHeader(
-            f"{value[:40]!r}… is longer than the {SHORT} bytes that AMQP has for an id or a type"
+            f"{value[:40]!r}… is too long: an AMQP id or content type has at most "
+            f"{SHORT_STRING_BYTES} bytes"
         )
     return value
 
 
 def _milliseconds(seconds: float) -> int:
-    """Rounded up, because a message must not come early."""
+    """Return whole milliseconds, rounded up so that no message is delivered early."""
     return math.ceil(round(seconds * 1000, 3))

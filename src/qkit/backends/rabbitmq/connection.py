@@ -1,7 +1,7 @@
-"""A connection to RabbitMQ that is opened when it is needed, and again when it was lost.
+"""Connection to RabbitMQ that is opened on first use and reopened after it was lost.
 
-The driver's own reconnecting is not used: it tries for ever and tells nobody. Whoever meets a lost
-connection here gets an error of ours, and the next who asks gets a new connection.
+aio-pika's robust connection is not used, because it reconnects forever without raising an error.
+Here a call on a lost connection raises ``BackendUnavailable``, and the next call reconnects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from yarl import URL
 from qkit._internal.tasks import retrieve_exception
 from qkit.backends.common.reopened import Reopened
 from qkit.backends.common.tls import client_context
-from qkit.backends.rabbitmq.codec import FRAME
+from qkit.backends.rabbitmq.codec import DEFAULT_FRAME_BYTES
 from qkit.backends.rabbitmq.driver import (
     AbortableTransport,
     is_blocked,
@@ -33,24 +33,24 @@ from qkit.backends.rabbitmq.lenient_decoding import enable_lenient_decoding
 
 __all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
-# A loop that is blocked for longer loses its connection: the broker hears no heartbeat for twice
-# this long. A dead peer is noticed sooner, by the ping.
+#: Heartbeat interval. The broker closes a connection after two intervals without a heartbeat, for
+#: example because the event loop is blocked. The ping detects a dead broker earlier.
 HEARTBEAT_SECONDS: Final = 30
-#: For the answer to a ping or a handshake, so that a dead connection is found in time.
+#: Time limit of a ping or a handshake, after which a connection counts as dead.
 PING_TIMEOUT_SECONDS: Final = 4.0
-PING_SLICES: Final = 8  # of that time
+PING_SLICES: Final = 8  # number of equal waits into which the ping timeout is divided
 CLOSE_TIMEOUT_SECONDS: Final = 2.0
 
 
 class ConnectionParameters:
-    """Address, timeouts and TLS files of the broker.
+    """URL, timeouts and TLS files for connections to the broker.
 
     Args:
         url: AMQP URL. Without ``heartbeat`` in its query, ``HEARTBEAT_SECONDS`` applies.
-        timeout: Seconds for an answer of the broker.
-        tls_ca_file: Authorities to trust, PEM; the system's by default.
-        tls_cert_file: Client certificate, PEM.
-        tls_key_file: Its key, PEM.
+        timeout: Seconds to wait for a response from the broker; 10 by default.
+        tls_ca_file: PEM file of trusted CA certificates; those of the system by default.
+        tls_cert_file: PEM file of the client certificate; none by default.
+        tls_key_file: PEM file of its private key; not needed if ``tls_cert_file`` contains the key.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ConnectionParameters:
         tls_key_file: str | Path | None = None,
     ) -> None:
         self.timeout = timeout
-        self.ping_timeout = min(PING_TIMEOUT_SECONDS, timeout)
+        self.ping_timeout: float = min(PING_TIMEOUT_SECONDS, timeout)
         parsed = URL(url)
         if "heartbeat" not in parsed.query:
             parsed = parsed.update_query(heartbeat=str(HEARTBEAT_SECONDS))
@@ -73,11 +73,15 @@ class ConnectionParameters:
 
     @property
     def secure(self) -> bool:
-        """Whether the connection is encrypted."""
+        """Whether the connection uses TLS."""
         return self._url.scheme == "amqps"
 
     def connection(self, purpose: str, transport: AbortableTransport) -> aiormq.Connection:
-        """A connection that is not open yet; people find it under its purpose."""
+        """Return a new connection, not yet open, which the broker lists as ``qkit <purpose>``.
+
+        Raises:
+            ConfigError: A TLS file cannot be read or is not valid.
+        """
         enable_lenient_decoding()
         return aiormq.Connection(
             self._url,
@@ -93,10 +97,14 @@ class ConnectionParameters:
 
 
 class ReconnectingConnection:
-    """One connection for one purpose, opened by the first caller that needs it.
+    """Connection for one purpose, which the first caller opens.
 
-    Publishing and consuming have one each: a broker that is short of memory stops reading from
-    connections that publish, and acks must still reach it.
+    Publishing and consuming use separate connections: a broker that is short of memory stops
+    reading from connections that publish, but must still receive acks.
+
+    Args:
+        parameters: Connection parameters.
+        purpose: ``sending`` or ``consuming``, shown in the connection name.
     """
 
     def __init__(self, parameters: ConnectionParameters, purpose: str) -> None:
@@ -110,16 +118,16 @@ class ReconnectingConnection:
         )
         self._transport: AbortableTransport | None = None
         self._control: Channel | None = None
-        self._controlling = asyncio.Lock()
+        self._control_lock = asyncio.Lock()
         self._probe: asyncio.Task[None] | None = None
 
     async def connect(self) -> aiormq.Connection:
-        """The connection, opened if need be; once for all who ask at the same time."""
+        """Return the connection, opening it if necessary; concurrent callers share it."""
         self.enable()
         return await self._shared.get()
 
     def enable(self) -> None:
-        """Allow callers to connect."""
+        """Allow other methods to open the connection."""
         self._shared.open()
 
     async def _open_connection(self) -> aiormq.Connection:
@@ -143,20 +151,24 @@ class ReconnectingConnection:
 
     @property
     def frame(self) -> int:
-        """The largest frame in bytes that the broker takes, as far as it is known yet."""
-        return max_frame_bytes(self._shared.value) or FRAME
+        """Largest frame in bytes that the broker accepts; RabbitMQ's default if not connected."""
+        return max_frame_bytes(self._shared.value) or DEFAULT_FRAME_BYTES
 
     async def channel(self, *, confirms: bool = False) -> Channel:
-        """A new channel; whoever opens it closes it."""
+        """Open a new channel, which the caller must close.
+
+        Args:
+            confirms: Whether the broker confirms published messages; false by default.
+        """
         connection = await self._shared.get()
         async with asyncio.timeout(self.parameters.timeout):
             channel = await connection.channel(publisher_confirms=confirms)
-        assert isinstance(channel, Channel)  # the driver promises less
+        assert isinstance(channel, Channel)  # the driver declares an abstract type
         return channel
 
     @asynccontextmanager
     async def own_channel(self) -> AsyncGenerator[Channel, None]:
-        """A channel for a piece of work; what was read on it and not settled goes back."""
+        """Open a channel and close it on exit; unsettled messages then return to their queue."""
         channel = await self.channel()
         try:
             yield channel
@@ -165,12 +177,12 @@ class ReconnectingConnection:
 
     @asynccontextmanager
     async def control(self) -> AsyncGenerator[Channel, None]:
-        """The channel for short questions, one at a time.
+        """Lock the shared channel for short requests and yield it.
 
-        An answer that is no closes a channel, and so does a call that was cancelled: then the next
-        question has a new one.
+        The broker closes a channel after a failed request, and the driver closes it after a
+        cancelled request. The next call then opens a new channel.
         """
-        async with self._controlling:
+        async with self._control_lock:
             channel = self._control
             if channel is None or channel.is_closed:
                 channel = self._control = await self.channel()
@@ -184,33 +196,39 @@ class ReconnectingConnection:
                 raise
 
     async def ping(self) -> None:
-        """Ask the broker something. A connection that does not answer is given up.
+        """Check that the broker responds; close the connection if it does not.
 
-        The question goes on when the asking is cancelled: it decides about the connection.
+        A connection that the broker has blocked is not closed. Cancelling this call does not cancel
+        the check.
+
+        Raises:
+            BackendUnavailable: The broker does not respond in time.
         """
-        await asyncio.shield(self._probing())
+        await asyncio.shield(self._start_probe())
 
     def ping_soon(self) -> None:
-        """The same for a connection that nobody waits for, if there is one."""
+        """Check the connection in the background if it is open."""
         connection = self._shared.value
         if connection is not None and connection.is_opened:
-            self._probing()
+            self._start_probe()
 
-    def _probing(self) -> asyncio.Task[None]:
+    def _start_probe(self) -> asyncio.Task[None]:
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._ask(), name=f"qkit {self._purpose} ping")
+            self._probe = asyncio.create_task(self._run_probe(), name=f"qkit {self._purpose} ping")
             self._probe.add_done_callback(retrieve_exception)
         return self._probe
 
-    async def _ask(self) -> None:
+    async def _run_probe(self) -> None:
         with translate_errors("ping"):
-            answer = asyncio.create_task(self._round_trip(), name=f"qkit {self._purpose} question")
+            answer = asyncio.create_task(
+                self._round_trip(), name=f"qkit {self._purpose} ping request"
+            )
             try:
-                # In slices: a loop that was blocked has used up one of them, not all.
+                # If the event loop is blocked, only one slice of the timeout expires.
                 for _ in range(PING_SLICES):
                     await asyncio.wait({answer}, timeout=self.parameters.ping_timeout / PING_SLICES)
                     if answer.done():
-                        with contextlib.suppress(TimeoutError):  # its own patience ended first
+                        with contextlib.suppress(TimeoutError):  # raised by ``control``
                             return await answer
                         break
             finally:
@@ -219,19 +237,19 @@ class ReconnectingConnection:
             connection = self._shared.value
             if connection is None or not is_blocked(connection):
                 self._abort()
-            raise TimeoutError("no answer")
+            raise TimeoutError("no response to the ping")
 
     async def _round_trip(self) -> None:
         async with self.control() as channel:
             await channel.exchange_declare("amq.direct", passive=True)
 
     def _abort(self) -> None:
-        """Hang up without a word; everybody who waits on the connection hears of it."""
+        """Close the socket immediately; calls that wait for a response raise an error."""
         if self._transport is not None:
             self._transport.abort()
 
     async def aclose(self) -> None:
-        """Close the connection with all its channels; idempotent."""
+        """Close the connection and all its channels; idempotent."""
         if self._probe is not None:
             self._probe.cancel()
         self._control = None
@@ -239,7 +257,7 @@ class ReconnectingConnection:
 
 
 async def close(channel: Channel) -> None:
-    """Close a channel, in whatever state it is."""
+    """Close a channel unless it is closed; ignore errors and a timeout."""
     if not channel.is_closed:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):

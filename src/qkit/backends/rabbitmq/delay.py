@@ -1,13 +1,14 @@
-"""The delay cascade: one for the whole vhost, and never changed.
+"""Delay cascade: queues that delay messages, shared by all channels of a vhost.
 
-RabbitMQ lets a message expire only at the head of its queue, so a queue holds delays of one length
-only. Level *i* holds each message for 0.1 s times 2 to the *i*, then passes it down; a delay is the
-sum of the levels whose bits are set in the routing key. No level is ever deleted: a queue that
-expires takes along what it holds.
+RabbitMQ removes an expired message only at the head of its queue, so all messages of a delay queue
+need the same delay. The queue of level *i* holds each message for 0.1 s × 2^*i* and then forwards
+it to the level below. The bits in the routing key select the levels that hold the message, and its
+delay is the sum of their times. Levels are never deleted, because RabbitMQ deletes a queue together
+with its messages.
 
-Every level is a quorum queue, also where the channels' queues are classic. A classic queue passes a
-message on without waiting until it is safe in the next: a broker that was killed lost a fifth of
-what had moved in the last two seconds.
+Every level is a quorum queue, even if the channels use classic queues. A classic queue forwards a
+message without waiting until the next queue has stored it. In a test in which the broker was
+killed, a fifth of the messages that were forwarded in the last two seconds were lost.
 """
 
 from __future__ import annotations
@@ -33,37 +34,53 @@ from qkit.backends.rabbitmq.topology import (
     quorum_queue,
 )
 
-__all__ = ["LONGEST", "DelayCascade"]
+__all__ = ["MAX_DELAY_SECONDS", "DelayCascade"]
 
-UNIT: Final = 0.1  # seconds in the lowest level
-USUAL_COPIES: Final = 3  # as many as a quorum queue has where there are so many nodes
-LONGEST: Final = UNIT * (2**LEVELS - 1)  # 77 days; a queue's TTL ends at 49
+UNIT_SECONDS: Final = 0.1  # delay of the lowest level
+DEFAULT_REPLICAS: Final = 3  # RabbitMQ's default if the cluster has enough nodes
+MAX_DELAY_SECONDS: Final = UNIT_SECONDS * (2**LEVELS - 1)  # 77 days
 
 
 class DelayCascade:
-    """The cascade of the vhost, or one with more copies than the broker's default."""
+    """Delay cascade of a vhost.
+
+    A cascade with more than ``DEFAULT_REPLICAS`` replicas has its own name, because RabbitMQ does
+    not change the replicas of existing queues.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self._replicas = topology.replicas
-        self._name = DELAY if topology.replicas <= USUAL_COPIES else f"{DELAY}.r{topology.replicas}"
-        self.ready = False
+        self._name = (
+            DELAY if topology.replicas <= DEFAULT_REPLICAS else f"{DELAY}.r{topology.replicas}"
+        )
+        #: Whether the cascade is known to exist.
+        self.ready: bool = False
 
     def level(self, number: int) -> str:
-        """The exchange and the queue of a level."""
+        """Return the name that the exchange and the queue of a level share."""
         return f"{self._name}.{number:02d}"
 
     def route(self, name: str, seconds: float) -> tuple[str, str]:
-        """Return the exchange and the routing key that delay a message to a queue or topic."""
-        units = min(max(1, math.ceil(round(seconds / UNIT, 6))), 2**LEVELS - 1)
+        """Return the exchange and the routing key that delay a message for a queue or topic.
+
+        Args:
+            name: Name of the queue or topic.
+            seconds: Delay, rounded up to 0.1 s and limited to ``MAX_DELAY_SECONDS``.
+        """
+        units = min(max(1, math.ceil(round(seconds / UNIT_SECONDS, 6))), 2**LEVELS - 1)
         bits = format(units, f"0{LEVELS}b")
         return self.level(units.bit_length() - 1), f"{'.'.join(bits)}.{address(name)}"
 
     async def declare(self, channel: Channel) -> None:
-        """Make sure that it is there; nothing waits for an answer but the last call."""
+        """Declare all levels; only the last request waits for a response.
+
+        Raises:
+            AMQPError: The broker rejected a declaration.
+        """
         try:
             await self._declare(channel)
         except ChannelInvalidStateError:
-            reason = await asyncio.wait_for(_why_closed(channel), timeout=1.0)
+            reason = await asyncio.wait_for(_close_reason(channel), timeout=1.0)
             if reason is None:
                 raise
             raise reason from None
@@ -83,23 +100,23 @@ class DelayCascade:
         await self.check(channel)
 
     async def check(self, channel: Channel) -> None:
-        """Raise if its highest level is not there."""
+        """Raise the driver's ``ChannelNotFoundEntity`` if the highest level does not exist."""
         await channel.exchange_declare(self.level(LEVELS - 1), passive=True)
 
     def _arguments(self, number: int, below: str) -> dict[str, Any]:
-        copies = self._replicas if self._replicas > USUAL_COPIES else None
+        copies = self._replicas if self._replicas > DEFAULT_REPLICAS else None
         return {
             **quorum_queue(copies),
             **AT_LEAST_ONCE_DEAD_LETTERING,
-            "x-message-ttl": round(UNIT * 1000) * 2**number,
+            "x-message-ttl": round(UNIT_SECONDS * 1000) * 2**number,
             "x-dead-letter-exchange": below,
         }
 
     async def remove_delayed(self, connection: ReconnectingConnection, name: str) -> int:
-        """Remove the messages that wait for a queue or topic; return how many.
+        """Remove the delayed messages of a queue or topic; return how many.
 
-        Every message has to be read. Those for other queues go back, in their old places and with
-        their old age, when the channel that read them is closed.
+        This reads every message in the cascade. Messages for other queues keep their age and return
+        to their place when the channel that has read them is closed.
         """
         removed = 0
         target = address(name)
@@ -121,8 +138,8 @@ class DelayCascade:
         return removed
 
 
-async def _why_closed(channel: Channel) -> Exception | None:
-    """What the broker said when it closed the channel: whoever comes after that hears nothing."""
+async def _close_reason(channel: Channel) -> Exception | None:
+    """Return the error with which the broker closed a channel, because calls do not raise it."""
     (closing,), _ = await asyncio.wait({closing_future(channel)})
     error = None if closing.cancelled() else closing.exception()
     return error if isinstance(error, Exception) else None

@@ -1,22 +1,23 @@
-"""What qkit uses of aiormq beyond its documented calls.
+"""Access to undocumented parts of aiormq.
 
 Tested with aiormq 7.2.4 and pamqp 4.0.1, the versions that aio-pika 10.2.1 installs. No other
 module of this package uses driver internals, except ``lenient_decoding``, which replaces decoders
-of pamqp for the whole process.
+of pamqp in the whole process.
 
-Where another version differs:
+Fallbacks if an attribute is missing in another version:
 
-- Batch publish: ``supports_batch_publish`` looks for every attribute that ``publish_batch`` uses.
+- ``publish_batch``: ``supports_batch_publish`` checks every attribute of the channel that it uses.
   If one is missing, the publisher calls ``basic_publish`` for each message.
-- ``open_connection``: without ``write_queue`` a sender that waits for room in it when the
-  connection closes gets its error from the send timeout.
-- ``max_frame_bytes``: without ``connection_tune`` it is ``None`` and RabbitMQ's default applies.
-- ``is_blocked``: if ``ready()`` never waits, a ping that is not answered closes the connection
-  also while the broker blocks it.
+- ``open_connection``: without ``write_queue``, a sender that waits for space in a full write queue
+  when the connection closes fails only at its send timeout.
+- ``max_frame_bytes``: without ``connection_tune``, it returns ``None``, and RabbitMQ's default
+  applies.
+- ``is_blocked``: if ``ready()`` never waits, a ping without a response closes the connection even
+  while the broker blocks it.
 
-Batch publish exists for speed. ``basic_publish`` takes a lock, a timer and a write for each message
-and returns when that message is confirmed, so a hundred messages at once are a hundred tasks. One
-write for all of them takes less than half of the CPU time.
+``publish_batch`` exists for speed. ``basic_publish`` needs a lock, a timer and a write for each
+message and returns when that message is confirmed, so a hundred concurrent messages need a hundred
+tasks. One write for all of them takes less than half of the CPU time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ __all__ = [
     "supports_batch_publish",
 ]
 
-#: A write of this size waits until the socket has taken it.
+#: A write of at least this size is awaited until it reaches the socket.
 BACKPRESSURE_BYTES: Final = 1 << 16
 #: Attributes of a channel that ``publish_batch`` uses.
 CHANNEL_ATTRIBUTES: Final = (
@@ -65,7 +66,7 @@ CHANNEL_ATTRIBUTES: Final = (
 
 
 class AbortableTransport(TransportFactory):
-    """Opens the socket and keeps it, so that a connection can be cut without the peer."""
+    """Transport factory that can close the socket without a handshake with the broker."""
 
     def __init__(self, *, secure: bool) -> None:
         self._inner = TLSTransportFactory() if secure else TCPTransportFactory()
@@ -79,50 +80,50 @@ class AbortableTransport(TransportFactory):
         return reader, self._writer
 
     def abort(self) -> None:
-        """Close the socket at once, if it is open; unsent bytes are lost."""
+        """Close the socket immediately if it is open; unsent bytes are lost."""
         if self._writer is not None:
             self._writer.transport.abort()
 
 
 async def open_connection(connection: Connection) -> None:
-    """Connect, and see to it that no sender waits for ever once the connection is closed."""
+    """Connect, and make sure that waiting senders wake up when the connection closes."""
     untyped: Any = connection
     await untyped.connect()
     queue: asyncio.Queue[Any] | None = getattr(untyped, "write_queue", None)
     if queue is not None:
-        closing_future(connection).add_done_callback(functools.partial(_empty, queue))
+        closing_future(connection).add_done_callback(functools.partial(_drain, queue))
 
 
-def _empty(queue: asyncio.Queue[Any], _: object = None) -> None:
-    """Empty the write queue of a closed connection, which has no reader any more.
+def _drain(queue: asyncio.Queue[Any], _: object = None) -> None:
+    """Empty the write queue of a closed connection, which the driver no longer reads.
 
-    Senders that wait for room in it go on and find their channel closed. The driver leaves them
-    waiting for ever.
+    Senders that wait for space in the queue then continue and find their channel closed. Otherwise
+    they would wait forever.
     """
     if not queue.empty():
         while not queue.empty():
             queue.get_nowait()
-        asyncio.get_running_loop().call_soon(_empty, queue)  # more may wait than had room
+        asyncio.get_running_loop().call_soon(_drain, queue)  # senders may fill it again
 
 
 def closing_future(resource: Connection | Channel) -> asyncio.Future[object]:
-    """Return a future that is done, usually with an error, when the resource is closed."""
+    """Return a future that is done, usually with an error, when the resource closes."""
     untyped: Any = resource
     future: asyncio.Future[object] = untyped.closing
     return future
 
 
 def max_frame_bytes(connection: Connection | None) -> int | None:
-    """Return the largest frame that the broker accepts, or ``None`` while it is unknown."""
+    """Return the largest frame in bytes that the broker accepts, or ``None`` if unknown."""
     tune = getattr(connection, "connection_tune", None)
     return (tune and tune.frame_max) or None
 
 
 def is_blocked(connection: Connection) -> bool:
-    """Whether the broker has said that it reads nothing more from here: it lacks memory."""
+    """Return whether the broker has blocked the connection because it lacks memory or disk."""
     ready = connection.ready()
     try:
-        ready.send(None)  # it returns at once, or waits
+        ready.send(None)  # ends immediately unless the connection is blocked
     except StopIteration:
         return False
     ready.close()
@@ -130,7 +131,16 @@ def is_blocked(connection: Connection) -> bool:
 
 
 class OutgoingMessage(NamedTuple):
-    """A message to publish; ``mandatory`` asks for an error when no queue takes it."""
+    """Message to publish.
+
+    Attributes:
+        queue: Name of the queue or topic, for errors.
+        exchange: Exchange to publish to; empty for the default exchange.
+        key: Routing key.
+        properties: AMQP properties.
+        body: Encoded body.
+        mandatory: Whether it is an error if no queue receives the message; true by default.
+    """
 
     queue: str
     exchange: str
@@ -141,28 +151,28 @@ class OutgoingMessage(NamedTuple):
 
     @property
     def id(self) -> str:
-        """By which the driver knows it when it is returned."""
+        """Message id, by which the driver identifies a message that the broker returns."""
         return self.properties.message_id or ""
 
 
-class _Packed(NamedTuple):
-    at: int
+class _EncodedMessage(NamedTuple):
+    position: int
     id: str
     content: bytes
 
 
 def supports_batch_publish(channel: Channel) -> bool:
-    """Whether a channel of this version has every attribute that ``publish_batch`` uses."""
-    # Not by hasattr: that would ask the channel for its lock.
+    """Return whether a channel has every attribute that ``publish_batch`` uses."""
+    # Calling hasattr on the channel itself would evaluate its ``lock`` property.
     return all(name in vars(channel) or hasattr(type(channel), name) for name in CHANNEL_ATTRIBUTES)
 
 
 async def publish_batch(
     channel: Channel, messages: Sequence[OutgoingMessage]
 ) -> list[BaseException | None]:
-    """What went wrong with each message, or ``None`` once the broker has confirmed it.
+    """Publish messages and wait for confirmation; return the error or ``None`` for each.
 
-    No two of them have the same id, nor the id of one that is in flight on this channel.
+    The ids of the messages must be unique, also among the unconfirmed messages of the channel.
     """
     failures: list[BaseException | None] = [None] * len(messages)
     answers: dict[int, asyncio.Future[Any]] = {}
@@ -171,9 +181,9 @@ async def publish_batch(
             for group in _groups(channel, messages, failures):
                 await _write(channel, group, answers)
         except DRIVER_ERRORS as error:
-            for at, failure in enumerate(failures):
-                if failure is None and at not in answers:
-                    failures[at] = error
+            for index, failure in enumerate(failures):
+                if failure is None and index not in answers:
+                    failures[index] = error
         if answers:
             await asyncio.wait(answers.values())
     finally:
@@ -181,15 +191,15 @@ async def publish_batch(
         for message in messages:
             tags.pop(message.id, None)
         for answer in answers.values():
-            answer.cancel()  # whoever gave up wants none; the others have theirs
-    for at, answer in answers.items():
-        failures[at] = asyncio.CancelledError() if answer.cancelled() else answer.exception()
+            answer.cancel()  # no effect on confirmations that have already arrived
+    for index, answer in answers.items():
+        failures[index] = asyncio.CancelledError() if answer.cancelled() else answer.exception()
     return failures
 
 
-def _pack(channel: Channel, message: OutgoingMessage) -> bytes:
+def _encode(channel: Channel, message: OutgoingMessage) -> bytes:
     if len(message.key) > 255:
-        raise ValueError("a routing key has at most 255 bytes")
+        raise ValueError(f"the routing key has {len(message.key)} characters; AMQP allows 255")
     command = Basic.Publish(
         exchange=message.exchange, routing_key=message.key, mandatory=message.mandatory
     )
@@ -203,20 +213,21 @@ def _pack(channel: Channel, message: OutgoingMessage) -> bytes:
 
 def _groups(
     channel: Channel, messages: Sequence[OutgoingMessage], failures: list[BaseException | None]
-) -> Iterator[list[_Packed]]:
-    """In order, and each but the last so large that its end waits for the socket.
+) -> Iterator[list[_EncodedMessage]]:
+    """Yield encoded messages in order, in groups of about ``BACKPRESSURE_BYTES``.
 
-    Packed one after the other: all at once they would fill the memory and hold up the loop.
+    Messages are encoded one group at a time. Encoding all of them first would need more memory and
+    block the event loop.
     """
-    group: list[_Packed] = []
+    group: list[_EncodedMessage] = []
     size = 0
-    for at, message in enumerate(messages):
+    for index, message in enumerate(messages):
         try:
-            content = _pack(channel, message)
-        except DRIVER_ERRORS as error:  # something in it that AMQP cannot carry
-            failures[at] = error
+            content = _encode(channel, message)
+        except DRIVER_ERRORS as error:  # AMQP cannot represent the message
+            failures[index] = error
             continue
-        group.append(_Packed(at, message.id, content))
+        group.append(_EncodedMessage(index, message.id, content))
         size += len(content)
         if size >= BACKPRESSURE_BYTES:
             yield group
@@ -226,26 +237,26 @@ def _groups(
 
 
 async def _write(
-    channel: Channel, group: list[_Packed], answers: dict[int, asyncio.Future[Any]]
+    channel: Channel, group: list[_EncodedMessage], answers: dict[int, asyncio.Future[Any]]
 ) -> None:
-    """Hand a group to the driver's writer, and note what will be answered."""
+    """Pass a group to the driver's writer; add the futures of its confirmations to ``answers``."""
     untyped: Any = channel
     content = b"".join([item.content for item in group])
     async with channel.lock:
         before: int = untyped.delivery_tag
         for tag, item in enumerate(group, before + 1):
-            answers[item.at] = untyped.confirmations[tag] = untyped.create_future()
+            answers[item.position] = untyped.confirmations[tag] = untyped.create_future()
             untyped.message_id_delivery_tag[item.id] = tag
         untyped.delivery_tag = before + len(group)
-        taken = untyped.create_future() if len(content) >= BACKPRESSURE_BYTES else None
+        written = untyped.create_future() if len(content) >= BACKPRESSURE_BYTES else None
         try:
-            await untyped.write_queue.put(ChannelFrame(content, False, taken))
+            await untyped.write_queue.put(ChannelFrame(content, False, written))
         except BaseException:
-            # The broker will not see them, and counts on from where it was.
+            # The broker does not receive the group, so its delivery tags must be reused.
             untyped.delivery_tag = before
             for tag, item in enumerate(group, before + 1):
                 untyped.confirmations.pop(tag, None)
-                answers.pop(item.at).cancel()
+                answers.pop(item.position).cancel()
             raise
-        if taken is not None:
-            await asyncio.wait([taken])  # how it ended is in the answers too
+        if written is not None:
+            await asyncio.wait([written])  # an error is also set on the confirmations

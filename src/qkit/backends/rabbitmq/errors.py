@@ -1,4 +1,4 @@
-"""The one place where errors of the driver become ours."""
+"""Translation of the driver's errors into ``QueueError`` and its subclasses."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
     "BACKEND",
     "DRIVER_ERRORS",
     "Difference",
+    "cancelled_by_driver",
     "difference_of",
-    "interrupted",
     "to_queue_error",
     "translate_errors",
 ]
 
 BACKEND: Final = "rabbitmq"
-MAX_QUOTED: Final = 300  # characters of another error's text
+MAX_QUOTED: Final = 300  # characters of a driver error's text that are quoted
 
 DRIVER_ERRORS: Final = (
     exceptions.AMQPError,
@@ -40,8 +40,8 @@ DRIVER_ERRORS: Final = (
     PAMQPException,
     OSError,
     EOFError,
-    RuntimeError,  # the driver's word for a connection that was closed
-    ValueError,  # and for a name or number that AMQP cannot carry
+    RuntimeError,  # raised by a closed connection
+    ValueError,  # a name or number that AMQP cannot represent
     TypeError,
 )
 
@@ -62,10 +62,13 @@ _TYPES: Final[Mapping[str, type]] = {
 
 
 class Difference(NamedTuple):
-    """An argument that a queue was created with, other than the one it was declared with.
+    """Argument of an existing queue that differs from the declaration.
 
-    ``value`` is ``None`` where the queue has no such argument. ``known`` is false where RabbitMQ's
-    text does not tell the value: it is cut at 255 bytes, and some types are not shown.
+    Attributes:
+        argument: Name of the argument.
+        value: Value of the argument on the broker; ``None`` if the queue does not have it.
+        known: Whether ``value`` is known. RabbitMQ truncates its error at 255 bytes and does not
+            show values of some types.
     """
 
     argument: str
@@ -73,29 +76,36 @@ class Difference(NamedTuple):
     known: bool = True
 
 
-def interrupted() -> bool:
-    """Whether a cancellation is the driver's way to say that it was closed, and nobody's wish."""
+def cancelled_by_driver() -> bool:
+    """Return whether the driver raised ``CancelledError`` because of a closed connection.
+
+    If false, the current task was cancelled.
+    """
     task = asyncio.current_task()
     return task is not None and not task.cancelling()
 
 
 def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
-    said = str(error)[:MAX_QUOTED]
+    detail = str(error)[:MAX_QUOTED]
     if isinstance(error, exceptions.ChannelPreconditionFailed):
-        return _precondition(said)
+        return _precondition(detail)
     for rule in _RULES:
         if isinstance(error, rule.errors) and (rule.applies is None or rule.applies(error)):
             reason = error.args[-1] if error.args else ""
             cause = str(error.__cause__)[:MAX_QUOTED]
-            return rule.kind, rule.text.format(said=said, reason=reason, cause=cause)
-    return QueueError, f"RabbitMQ refused: {said}"
+            return rule.kind, rule.text.format(detail=detail, reason=reason, cause=cause)
+    return QueueError, f"RabbitMQ rejected the request: {detail}"
 
 
 class _Rule(NamedTuple):
-    """What errors of the driver mean.
+    """Rule for translating driver errors.
 
-    ``text`` may name ``{said}``, the text of the error, ``{reason}``, its last argument, and
-    ``{cause}``, the text of its cause. ``applies`` is a further condition.
+    Attributes:
+        errors: Classes of driver errors.
+        kind: Class of the resulting error.
+        text: Text of the resulting error. ``{detail}`` is the text of the driver error,
+            ``{reason}`` its last argument and ``{cause}`` the text of its cause.
+        applies: Additional condition, if any.
     """
 
     errors: type[BaseException] | tuple[type[BaseException], ...]
@@ -105,8 +115,8 @@ class _Rule(NamedTuple):
 
 
 def _node_is_down(error: BaseException) -> bool:
-    said = str(error)
-    return "inaccessible" in said or "is stopped" in said or "home node" in said
+    detail = str(error)
+    return "inaccessible" in detail or "is stopped" in detail or "home node" in detail
 
 
 def _not_allowed(error: BaseException) -> bool:
@@ -121,48 +131,48 @@ def _tls_failed(error: BaseException) -> bool:
     return isinstance(error.__cause__, ssl.SSLError)
 
 
-# The first that fits decides: the most specific kinds come first.
+# The first match applies, so specific rules come before general ones.
 _RULES: Final = (
     _Rule(
         exceptions.PublishError,
         QueueNotFound,
-        "there is no such queue on this RabbitMQ: declare it first",
+        "the queue does not exist on this RabbitMQ broker: declare it first",
     ),
     _Rule(
         exceptions.DeliveryError,
         QueueFull,
-        "RabbitMQ refused the message: the queue is full, or cannot store it",
+        "RabbitMQ rejected the message: the queue is full or cannot store the message",
     ),
     _Rule(
         exceptions.ChannelNotFoundEntity,
         BackendUnavailable,
-        "the node that has the queue is down ({said})",
+        "the node of the queue is down ({detail})",
         _node_is_down,
     ),
     _Rule(
         exceptions.ChannelNotFoundEntity,
         QueueNotFound,
-        "there is no such queue or topic on this RabbitMQ ({said})",
+        "the queue or topic does not exist on this RabbitMQ broker ({detail})",
     ),
     _Rule(
         exceptions.ChannelAccessRefused,
         ConfigError,
-        "the user may not do this on RabbitMQ: {said}",
+        "RabbitMQ denied access: {detail}",
     ),
     _Rule(
         exceptions.ChannelLockedResource,
         ConfigError,
-        "the queue is another connection's alone: {said}",
+        "the queue is exclusive to another connection: {detail}",
     ),
     _Rule(
         (exceptions.ProbableAuthenticationError, exceptions.AuthenticationError),
         BackendUnavailable,
-        "RabbitMQ refuses the login: check user and password",
+        "RabbitMQ rejected the login: check user and password in the url",
     ),
     _Rule(
         exceptions.ConnectionNotAllowed,
         ConfigError,
-        "RabbitMQ does not allow this connection: {said}",
+        "RabbitMQ does not allow this connection: {detail}",
     ),
     _Rule(
         exceptions.ConnectionClosed,
@@ -173,28 +183,36 @@ _RULES: Final = (
     _Rule(
         exceptions.InvalidFrameError,
         ConfigError,
-        "RabbitMQ let the user in and closed the connection: check the vhost in the url, "
-        "and what the user may do there",
+        "RabbitMQ closed the connection after the login: check the vhost in the url and the "
+        "permissions of the user on that vhost",
         _closed_at_login,
     ),
     _Rule(
         (exceptions.IncompatibleProtocolError, exceptions.ProtocolSyntaxError),
         ConfigError,
-        "whoever answers there does not speak AMQP 0-9-1: check the url",
+        "the server does not speak AMQP 0-9-1: check the url",
     ),
-    _Rule(exceptions.MethodNotImplemented, ConfigError, "this RabbitMQ is too old: {said}"),
-    _Rule((ValueError, TypeError, PAMQPException), QueueError, "AMQP cannot carry this: {said}"),
-    _Rule(TimeoutError, BackendUnavailable, "RabbitMQ did not answer in time"),
+    _Rule(
+        exceptions.MethodNotImplemented,
+        ConfigError,
+        "this RabbitMQ version does not support the request: {detail}",
+    ),
+    _Rule(
+        (ValueError, TypeError, PAMQPException),
+        QueueError,
+        "AMQP cannot represent the message or the name: {detail}",
+    ),
+    _Rule(TimeoutError, BackendUnavailable, "RabbitMQ did not respond in time"),
     _Rule(
         exceptions.AMQPConnectionError,
         BackendUnavailable,
-        "no TLS with RabbitMQ: {cause}",
+        "the TLS handshake with RabbitMQ failed: {cause}",
         _tls_failed,
     ),
     _Rule(
         (exceptions.AMQPError, OSError, EOFError, RuntimeError),
         BackendUnavailable,
-        "the connection to RabbitMQ failed: {said}",
+        "the connection to RabbitMQ failed: {detail}",
     ),
     _Rule(asyncio.CancelledError, BackendUnavailable, "the connection to RabbitMQ was closed"),
 )
@@ -203,16 +221,19 @@ _RULES: Final = (
 def difference_of(
     error: exceptions.ChannelPreconditionFailed, sent: Mapping[str, object]
 ) -> Difference | None:
-    """The argument that RabbitMQ refused to declare a queue with, if that was the reason.
+    """Return the argument that made RabbitMQ reject a declaration; ``None`` if not given.
 
-    ``sent`` has the arguments of the declaration: the type of a value is told only if it differs.
+    Args:
+        error: Error of the declaration.
+        sent: Arguments of the declaration. RabbitMQ reports the type of a value only if it differs
+            from the type in the declaration.
     """
-    said = str(error)
-    argument = _ARGUMENT.search(said)
+    detail = str(error)
+    argument = _ARGUMENT.search(detail)
     if argument is None:
         return None
     name = argument["argument"]
-    whole = _DIFFERENCE.search(said)
+    whole = _DIFFERENCE.search(detail)
     there = None if whole is None else whole["there"].strip()
     if there == "none":
         return Difference(name)
@@ -233,21 +254,22 @@ def _typed(argument: str, value: str, kind: type | None) -> Difference:
     return Difference(argument, known=False)
 
 
-def _precondition(said: str) -> tuple[type[QueueError], str]:
-    found = _DIFFERENCE.search(said)
+def _precondition(detail: str) -> tuple[type[QueueError], str]:
+    found = _DIFFERENCE.search(detail)
     if found is not None:
         return ConfigError, (
             f"the {found['kind']} {found['name']!r} exists with another {found['argument']}: "
-            f"{_value(found['there'])} there, {_value(found['here'])} here. Declare it alike "
-            "everywhere, or delete it first"
+            f"{_value(found['there'])} there, {_value(found['here'])} here. Use the same value "
+            f"in all programs, or delete the {found['kind']} first"
         )
-    if "message size" in said:
-        return PayloadTooLarge, f"the message is larger than RabbitMQ takes ({said})"
-    if "timed out" in said:
+    if "message size" in detail:
+        return PayloadTooLarge, f"the message is larger than RabbitMQ allows ({detail})"
+    if "timed out" in detail:
         return BackendUnavailable, (
-            "RabbitMQ closed the channel: a delivery was held longer than its consumer_timeout"
+            "RabbitMQ closed the channel: a delivery was not settled within its consumer_timeout; "
+            "increase consumer_timeout, or keep handlers shorter"
         )
-    return ConfigError, f"RabbitMQ refused: {said}"
+    return ConfigError, f"RabbitMQ rejected the request: {detail}"
 
 
 def _value(text: str) -> str:
@@ -256,6 +278,6 @@ def _value(text: str) -> str:
 
 
 translate_errors: Final = ErrorTranslator(
-    BACKEND, DRIVER_ERRORS, _meaning, is_driver_cancellation=interrupted
+    BACKEND, DRIVER_ERRORS, _meaning, is_driver_cancellation=cancelled_by_driver
 )
 to_queue_error: Final = translate_errors.error

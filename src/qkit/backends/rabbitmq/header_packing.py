@@ -1,9 +1,9 @@
-"""Headers that AMQP has no room for, compressed into one.
+"""Compression of headers that do not fit into an AMQP frame.
 
-AMQP sends all properties of a message in one frame, and RabbitMQ closes the connection of a client
-that sends a larger one. Headers of another program may fill a frame, and then a copy with further
-headers, or with text instead of binary values, has no room. A header's name has at most 128 bytes;
-the driver cuts longer ones.
+All properties of a message are sent in one frame, and RabbitMQ closes the connection of a client
+that sends a frame that is too large. The headers of a foreign message may already fill a frame. A
+copy with additional headers, or with text instead of binary values, would then be too large. AMQP
+limits a header name to 128 bytes, and the driver truncates longer names.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from qkit._internal.logging import logger
 from qkit._internal.text import encodable
 from qkit.backends.common.raw_text import RAW, keep, kept, text_of
 
-__all__ = ["LONGEST_NAME", "PACKED", "fit", "unpack"]
+__all__ = ["MAX_NAME_BYTES", "PACKED", "fit", "unpack"]
 
-PACKED: Final = "qkit-packed-headers"  # zlib of a JSON object; null: qkit-raw tells the text
-DROPPED: Final = "qkit-dropped-headers"  # how many did not fit even packed
-LONGEST_NAME: Final = 128  # bytes
-OVERHEAD: Final = 64  # bytes of a frame around the properties, rounded up
-MAX_UNPACKED: Final = 16 * 2**20  # bytes
+PACKED: Final = "qkit-packed-headers"  # zlib-compressed JSON object; null: the value is in qkit-raw
+DROPPED: Final = "qkit-dropped-headers"  # number of headers that were dropped
+MAX_NAME_BYTES: Final = 128
+FRAME_OVERHEAD_BYTES: Final = 64  # frame size in addition to the properties, rounded up
+MAX_UNPACKED_BYTES: Final = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A header with its bytes that ``qkit-raw`` keeps, or bytes that belong to no header."""
+    """Header with its entries in ``qkit-raw``, or an entry that belongs to no header."""
 
-    headers: dict[str, str | None]  # without text where the bytes tell it
+    headers: dict[str, str | None]  # ``None`` if the text can be restored from ``raw``
     raw: dict[str, bytes]
 
     @property
@@ -46,39 +46,45 @@ def fit(
     properties: Basic.Properties,
     frame: int,
     headers: Mapping[str, str],
-    is_fact: Callable[[str], bool],
+    is_kept_readable: Callable[[str], bool],
 ) -> None:
-    """Pack ``headers`` as far as ``properties`` have no room for them.
+    """Pack the headers of ``properties`` so that they fit into a frame.
 
-    Headers with long names are always packed, the others if the frame of ``frame`` bytes is too
-    small, except those for which ``is_fact`` holds. If that is not enough the largest are dropped,
-    as few as possible, with a warning.
+    Headers with long names are always packed. The others are packed only if they do not fit, except
+    those that are kept readable. If packing is not enough, the largest headers are dropped, as few
+    as possible, and a warning is logged.
+
+    Args:
+        properties: AMQP properties, whose headers are replaced.
+        frame: Largest frame in bytes.
+        headers: All headers as text.
+        is_kept_readable: Returns whether a header must not be packed.
     """
-    room = frame - OVERHEAD
+    limit = frame - FRAME_OVERHEAD_BYTES
     table = cast("dict[str, Any]", properties.headers or {})
     long = {name for name in table if _is_long(name)}
-    if not long and len(properties.marshal()) <= room:
+    if not long and len(properties.marshal()) <= limit:
         return
     if long:
-        rest = {name: value for name, value in table.items() if name not in long}
+        others = {name: value for name, value in table.items() if name not in long}
         packed = {name: text for name, text in headers.items() if _is_long(name)}
-        properties.headers = rest | {PACKED: _compress(packed)}
-        if len(properties.marshal()) <= room:
+        properties.headers = others | {PACKED: _compress(packed)}
+        if len(properties.marshal()) <= limit:
             return
-    facts = {name: value for name, value in table.items() if is_fact(name)}
-    items = _items({name: text for name, text in headers.items() if not is_fact(name)})
+    readable = {name: value for name, value in table.items() if is_kept_readable(name)}
+    items = _items({name: text for name, text in headers.items() if not is_kept_readable(name)})
 
     def fits(count: int) -> bool:
-        properties.headers = facts | {PACKED: _pack(items[:count])}
+        properties.headers = readable | {PACKED: _pack(items[:count])}
         if count < len(items):
             properties.headers[DROPPED] = len(items) - count
-        return len(properties.marshal()) <= room
+        return len(properties.marshal()) <= limit
 
     if fits(len(items)):
         return
     items.sort(key=lambda item: item.size)
     fitting, too_many = 0, len(items)
-    while too_many - fitting > 1:  # few steps, because each compresses
+    while too_many - fitting > 1:  # binary search, because each step compresses the headers
         count = (fitting + too_many) // 2
         if fits(count):
             fitting = count
@@ -86,7 +92,7 @@ def fit(
             too_many = count
     fits(fitting)
     logger.warning(
-        "message %s: %d of %d headers do not fit into a frame of %d bytes and are dropped",
+        "message %s: %d of %d headers do not fit into a frame of %d bytes and were dropped",
         properties.message_id,
         len(items) - fitting,
         len(items),
@@ -99,7 +105,7 @@ def unpack(value: object) -> dict[str, str] | None:
     if not isinstance(value, bytes | bytearray):
         return None
     try:
-        found: object = json.loads(zlib.decompressobj().decompress(value, MAX_UNPACKED))
+        found: object = json.loads(zlib.decompressobj().decompress(value, MAX_UNPACKED_BYTES))
     except (zlib.error, ValueError, RecursionError):
         return None
     if not isinstance(found, dict):
@@ -119,9 +125,9 @@ def unpack(value: object) -> dict[str, str] | None:
 
 def _items(headers: Mapping[str, str]) -> list[_Item]:
     raw = kept(headers)
-    again: dict[str, str] = {}
-    keep(again, raw)
-    if again[RAW] != headers.get(RAW):  # none, or of another program
+    encoded: dict[str, str] = {}
+    keep(encoded, raw)
+    if encoded[RAW] != headers.get(RAW):  # absent, or written by another program
         return [_Item({name: text}, {}) for name, text in headers.items()]
     items: list[_Item] = []
     for name, text in headers.items():
@@ -130,8 +136,8 @@ def _items(headers: Mapping[str, str]) -> list[_Item]:
         entries = [f"header:{name}", f"name:{name}"]
         own = {entry: raw.pop(entry) for entry in entries if entry in raw}
         value = own.get(f"header:{name}")
-        told = value is not None and text_of(value) == text
-        items.append(_Item({name: None if told else text}, own))
+        restorable = value is not None and text_of(value) == text
+        items.append(_Item({name: None if restorable else text}, own))
     return items + [_Item({}, {entry: value}) for entry, value in raw.items()]
 
 
@@ -142,9 +148,9 @@ def _pack(items: Iterable[_Item]) -> bytearray:
         headers |= item.headers
         raw |= item.raw
     if raw:
-        again: dict[str, str] = {}
-        keep(again, raw)
-        headers |= again
+        encoded: dict[str, str] = {}
+        keep(encoded, raw)
+        headers |= encoded
     return _compress(headers)
 
 
@@ -153,4 +159,4 @@ def _compress(headers: Mapping[str, str | None]) -> bytearray:
 
 
 def _is_long(name: str) -> bool:
-    return len(name) * 4 > LONGEST_NAME and len(name.encode()) > LONGEST_NAME
+    return len(name) * 4 > MAX_NAME_BYTES and len(name.encode()) > MAX_NAME_BYTES

@@ -1,9 +1,9 @@
-"""Decoding of what other programs write into a message and the driver's decoder refuses.
+"""Decoders for properties and headers of foreign messages that the driver's decoders reject.
 
-Such a property would cost the connection: the driver closes it, opens another, and receives the
-same message again. Here it is read as far as possible. The change applies to the whole process: the
-driver has no other hook. A table is read by offset, without the copies of the driver's decoder, so
-that a wide table does not block the event loop.
+The driver closes the connection when it cannot decode a message, and the broker then delivers the
+same message again. The decoders here read as much as possible instead. They replace the decoders of
+pamqp in the whole process, because pamqp has no other hook. They read a table by offset, without
+the copies that pamqp makes, so that a large table does not block the event loop.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pamqp import decode
 
 __all__ = ["UNREADABLE", "Unreadable", "enable_lenient_decoding", "read_value"]
 
-#: Tables and arrays inside each other. JSON and the driver's encoder recurse for each level.
+#: Nesting limit for tables and arrays. JSON and the driver's encoder recurse at each level.
 MAX_DEPTH: Final = 32
-#: The name of a whole table that cannot be read.
+#: Name of the header that contains a whole header table that cannot be read.
 UNREADABLE: Final = "qkit-unreadable-headers"
 
-_decode: Any = decode  # its tables promise a value where AMQP has none
+_decode: Any = decode  # untyped, because its type does not allow ``None`` as a value
 
 _TEXT, _TABLE, _ARRAY = ord("S"), ord("F"), ord("A")
 _length: Final = struct.Struct(">I").unpack_from
-_WITH_LENGTH: Final = frozenset(b"SAFx")  # four bytes of length come first
+_WITH_LENGTH: Final = frozenset(b"SAFx")  # types whose value starts with a four-byte length
 _SIZES: Final = {
     **dict.fromkeys(b"V\x00", 0),
     **dict.fromkeys(b"tbB", 1),
@@ -37,31 +37,38 @@ _ERRORS: Final = (ValueError, OverflowError, OSError, KeyError, IndexError, stru
 
 
 class Unreadable(bytes):
-    """A header value in AMQP's encoding that is not read: nested too deep, or with odd names."""
+    """AMQP encoding of a header value that cannot be read.
+
+    For example, the value is nested too deeply, or a name inside it is not UTF-8.
+    """
 
 
 def enable_lenient_decoding() -> None:
-    """Make pamqp pass on what it cannot decode, in the whole process; idempotent."""
+    """Replace pamqp's decoders in the whole process; idempotent."""
     _decode.METHODS.update(shortstr=_short_text, timestamp=_timestamp, table=_table)
     _decode.TABLE_MAPPING[b"T"] = _timestamp
 
 
 def read_value(value: bytes) -> object:
-    """Return a header value from its AMQP encoding; raise ``ValueError`` if it cannot be read."""
+    """Decode a header value from its AMQP encoding.
+
+    Raises:
+        ValueError: The value is nested too deeply, or a length is wrong.
+    """
     return _value(value, 0, _end(value, 0, len(value)), 0)
 
 
 def _short_text(value: bytes) -> tuple[int, str]:
     """Decode a short string; bytes that are not UTF-8 become lone surrogates.
 
-    ``codec`` replaces them, so none of them leaves this backend.
+    The codec replaces the surrogates before the backend returns the message.
     """
     end = 1 + value[0]
     return end, value[1:end].decode(errors="surrogateescape")
 
 
 def _timestamp(value: bytes) -> tuple[int, object]:
-    """Decode a time; one beyond the calendar, such as one in microseconds, is ``None``."""
+    """Decode a timestamp; return ``None`` if it is out of range, such as one in microseconds."""
     try:
         return decode.timestamp(value)
     except (ValueError, OverflowError, OSError):
@@ -69,7 +76,7 @@ def _timestamp(value: bytes) -> tuple[int, object]:
 
 
 def _table(value: bytes) -> tuple[int, dict[str, object]]:
-    """Decode a message's headers; a value that cannot be read is ``Unreadable``."""
+    """Decode a header table; a value that cannot be read becomes ``Unreadable``."""
     end = 4 + int.from_bytes(value[:4], "big")
     found: dict[str, object] = {}
     try:
@@ -81,7 +88,7 @@ def _table(value: bytes) -> tuple[int, dict[str, object]]:
                 name = value[start:at].decode()
             except UnicodeDecodeError:
                 name = value[start:at].decode(errors="surrogateescape")
-            if value[at] == _TEXT:  # nearly all
+            if value[at] == _TEXT:  # fast path for the most common type
                 start = at + 5
                 at = start + _length(value, at + 1)[0]
                 content = value[start:at]
@@ -98,7 +105,7 @@ def _table(value: bytes) -> tuple[int, dict[str, object]]:
             at = stop
         if at != end:
             raise ValueError("a value is longer than its table")
-    except _ERRORS:  # a length that is wrong: the driver has no way to say so but to hang up
+    except _ERRORS:  # a length is wrong; raising would close the connection
         return end, {UNREADABLE: Unreadable(value[4:end])}
     return end, found
 
@@ -109,7 +116,7 @@ def _name(data: bytes, at: int) -> tuple[int, bytes]:
 
 
 def _end(data: bytes, at: int, limit: int) -> int:
-    """Return where the value at ``at`` ends."""
+    """Return the end of the value at ``at``; raise ``ValueError`` if it exceeds ``limit``."""
     kind = data[at]
     if kind in _WITH_LENGTH:
         length: int = _length(data, at + 1)[0]

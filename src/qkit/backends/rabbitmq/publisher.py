@@ -1,4 +1,4 @@
-"""Confirmed publishing: many messages in flight on one channel, each with its own answer."""
+"""Publisher with confirms: many unconfirmed messages on one channel, each with its own outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qkit.backends.rabbitmq.driver import (
 from qkit.backends.rabbitmq.errors import (
     BACKEND,
     DRIVER_ERRORS,
-    interrupted,
+    cancelled_by_driver,
     to_queue_error,
     translate_errors,
 )
@@ -28,10 +28,11 @@ __all__ = ["OutgoingMessage", "Publisher"]
 
 
 class Publisher:
-    """Publishes on one channel at a time.
+    """Publisher of messages on one shared channel.
 
-    The driver tells returned messages apart by their id, so no two with one id are in flight on a
-    channel. A publish that was given up may still be answered: its channel takes no more.
+    The driver identifies a returned message by its id, so messages with the same id are published
+    one after another. The broker may still respond to a cancelled publish, so the channel is then
+    replaced.
     """
 
     def __init__(self, connection: ReconnectingConnection) -> None:
@@ -45,11 +46,15 @@ class Publisher:
         self._closing: set[asyncio.Task[None]] = set()
 
     def enable(self) -> None:
-        """Allow callers to publish."""
+        """Allow ``publish`` to open the channel."""
         self._shared.open()
 
     async def publish(self, messages: Sequence[OutgoingMessage]) -> list[QueueError | None]:
-        """Each message's error, or ``None`` once the broker has confirmed it."""
+        """Publish messages and wait for confirmation; return the error or ``None`` for each.
+
+        Raises:
+            BackendUnavailable: No channel could be opened.
+        """
         current = self._shared.value
         if current is None or current.channel.is_closed:
             with translate_errors("publish", messages[0].queue):
@@ -74,23 +79,27 @@ class Publisher:
         task.add_done_callback(self._closing.discard)
 
     async def aclose(self) -> None:
-        """Close the channel once it has nothing more to do."""
+        """Close the channel, and wait until replaced channels are closed; idempotent."""
         await self._shared.aclose()
         while self._closing:
             await asyncio.wait(self._closing)
 
 
 class _PublishChannel:
-    """A channel with confirms, and the ids of the messages in flight on it."""
+    """Channel with confirms, and the ids of its unconfirmed messages."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.users = 0
+        self.users = 0  # running ``publish`` calls
+        # Ids of unconfirmed messages; the value is an event if another message waits for the id.
         self._ids: dict[str, asyncio.Event | None] = {}
         self._batch_publish = supports_batch_publish(channel)
 
     async def publish(self, messages: Sequence[OutgoingMessage]) -> list[QueueError | None]:
-        """Each message's error, or ``None``; one whose id is in flight waits for the other."""
+        """Publish messages and wait for confirmation; return the error or ``None`` for each.
+
+        A message waits while another message with the same id is unconfirmed.
+        """
         if len(messages) == 1:
             return [await self._publish_one(messages[0])]
         ids = {message.id for message in messages}
@@ -101,7 +110,7 @@ class _PublishChannel:
             failures = await publish_batch(self.channel, messages)
         finally:
             for id in ids:
-                self._landed(id)
+                self._release_id(id)
         return [
             None if failure is None else _error(failure, message)
             for failure, message in zip(failures, messages, strict=True)
@@ -109,8 +118,8 @@ class _PublishChannel:
 
     async def _publish_one(self, message: OutgoingMessage) -> QueueError | None:
         while message.id in self._ids:
-            others = self._ids[message.id] = self._ids[message.id] or asyncio.Event()
-            await others.wait()
+            confirmed = self._ids[message.id] = self._ids[message.id] or asyncio.Event()
+            await confirmed.wait()
         self._ids[message.id] = None
         try:
             await self.channel.basic_publish(
@@ -124,22 +133,26 @@ class _PublishChannel:
         except DRIVER_ERRORS as error:
             return _error(error, message)
         except asyncio.CancelledError as error:
-            if not interrupted():
+            if not cancelled_by_driver():
                 raise
             return _error(error, message)
         finally:
-            self._landed(message.id)
+            self._release_id(message.id)
         return None
 
-    def _landed(self, id: str) -> None:
-        waiting = self._ids.pop(id)
-        if waiting is not None:
-            waiting.set()
+    def _release_id(self, id: str) -> None:
+        event = self._ids.pop(id)
+        if event is not None:
+            event.set()
 
 
 def _error(error: BaseException, message: OutgoingMessage) -> QueueError:
-    """A channel that is closed fails all in flight: only what it names is to blame."""
-    if isinstance(error, exceptions.ChannelClosed) and not _blames(str(error), message):
+    """Convert a driver error to the error of a message.
+
+    When the broker closes a channel, all unconfirmed messages fail, but the reason applies only to
+    one of them. The others get ``BackendUnavailable``.
+    """
+    if isinstance(error, exceptions.ChannelClosed) and not _is_about(str(error), message):
         return BackendUnavailable(
             "the channel was closed before RabbitMQ confirmed the message",
             backend=BACKEND,
@@ -153,6 +166,6 @@ def _error(error: BaseException, message: OutgoingMessage) -> QueueError:
     return found
 
 
-def _blames(said: str, message: OutgoingMessage) -> bool:
+def _is_about(text: str, message: OutgoingMessage) -> bool:
     exchange = message.exchange or "amq.default"
-    return f"'{exchange}'" in said or f"message size {len(message.body)} " in said
+    return f"'{exchange}'" in text or f"message size {len(message.body)} " in text

@@ -1,4 +1,4 @@
-"""A consumer of a queue: the broker pushes, ``receive`` takes, acks go out together."""
+"""Subscription to a queue, with a buffer of pushed messages and batched acks."""
 
 from __future__ import annotations
 
@@ -29,23 +29,29 @@ from qkit.message import Envelope
 
 __all__ = ["RabbitSubscription", "ReceivedMessage"]
 
-#: Until a message of which no copy could be sent goes back to the queue.
+#: Delay before a message is requeued whose copy could not be sent.
 REQUEUE_DELAY_SECONDS: Final = 1.0
-#: Until messages that the broker pushed and no caller receives go back to the queue.
+#: Time after which pushed messages are returned to the queue if no ``receive`` takes them.
 UNRECEIVED_RETURN_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class ReceivedMessage:
-    """What is needed to settle a delivery: its tag on the channel, and how the message came."""
+    """Message that the broker pushed; the receipt of its delivery.
+
+    Attributes:
+        tag: Delivery tag on the channel.
+        message: Message object of the driver.
+        delivery: The delivery; ``None`` until ``receive`` returns it.
+    """
 
     tag: int
     message: DeliveredMessage
-    delivery: Delivery | None = None  # none for what never reaches a handler
+    delivery: Delivery | None = None
 
     @property
     def properties(self) -> Basic.Properties:
-        """AMQP's own facts about it."""
+        """AMQP properties of the message."""
         return self.message.header.properties
 
 
@@ -53,10 +59,16 @@ Republish = Callable[[str, Envelope, Basic.Properties, float], Awaitable[None]]
 
 
 class RabbitSubscription:
-    """A live claim on a queue: the broker hands out at most ``prefetch`` unsettled messages.
+    """Subscription with at most ``prefetch`` unsettled messages.
 
-    ``copies`` is for quorum queues: they count whatever is given back, so what must not be charged
-    is replaced by a copy. ``republish`` returns once the broker has confirmed it.
+    Args:
+        connection: Connection for consuming.
+        spec: Channel, group and prefetch to consume with.
+        queue: Name of the queue on the broker.
+        clock: Clock of the service.
+        republish: Publishes a copy of a message; returns when the broker has confirmed it.
+        copies: Whether to return messages to the queue as copies. This is needed for a quorum
+            queue, which counts a requeue as an attempt.
     """
 
     def __init__(
@@ -78,22 +90,22 @@ class RabbitSubscription:
         self._channel: Channel | None = None
         self._tag: str | None = None
         self._acks: AckBatcher | None = None
-        self._held: set[ReceivedMessage] = set()  # received or being given back, not yet settled
-        # Others should get what a paused consumer does not receive. One that holds deliveries is
-        # busy, and will receive again.
+        self._held: set[ReceivedMessage] = set()  # in flight, or being returned to the queue
+        # If this consumer is paused, its buffered messages are returned for other consumers. If it
+        # has unsettled deliveries, it is only busy and will call ``receive`` again.
         self._arrivals: Arrivals[ReceivedMessage] = Arrivals(
             unclaimed=self._return_unclaimed,
             after=UNRECEIVED_RETURN_SECONDS,
             busy=lambda: bool(self._held),
         )
-        self._changing = asyncio.Lock()  # of the consumer on the broker
+        self._consumer_lock = asyncio.Lock()  # held while the consumer on the broker starts or ends
         self._lost: SubscriptionLost | None = None
         self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Begin to consume; returns once the broker has said that it does."""
+        """Start the consumer on the broker; return when the broker has confirmed it."""
         channel = self._channel = await self._connection.channel()
         self._acks = AckBatcher(channel)
         closing_future(channel).add_done_callback(self._channel_closed)
@@ -109,47 +121,49 @@ class RabbitSubscription:
         )
         self._tag = answer.consumer_tag
 
-    # In the driver's callbacks: nothing but taking note
+    # Callbacks of the driver
 
     async def _deliver(self, message: DeliveredMessage) -> None:
         tag = message.delivery_tag
         assert tag is not None
-        if self._lost is None:  # otherwise the broker delivers it again
+        if self._lost is None:  # else the broker redelivers the message
             self._arrivals.put([ReceivedMessage(tag, message)])
 
     def _channel_closed(self, closing: asyncio.Future[object]) -> None:
         error: BaseException | None = None
         if not closing.cancelled():
             error = closing.exception()
-        said = "the channel was closed" if error is None else to_queue_error(error, "").message
-        self._lose(said, error)
+        reason = "the channel was closed" if error is None else to_queue_error(error, "").message
+        self._lose(reason, error)
 
     def _cancelled_by_broker(self, frame: Basic.Cancel) -> None:
         self._lose("RabbitMQ ended the consumer: the queue was deleted, or its node went down")
 
-    def _lose(self, said: str, error: BaseException | None = None) -> None:
+    def _lose(self, reason: str, error: BaseException | None = None) -> None:
         if self._lost is None:
-            self._lost = subscription_broke(BACKEND, self._spec.queue, said, error)
-            self._arrivals.fail(self._lost, drop=True)  # a dead channel settles nothing
-            self._report()
+            self._lost = subscription_broke(BACKEND, self._spec.queue, reason, error)
+            self._arrivals.fail(self._lost, drop=True)  # they cannot be settled any more
+            self._report_lost()
 
     def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
-        """Call ``callback`` with what is held when the subscription breaks: it comes again."""
+        """Call ``callback`` with the unsettled deliveries when the subscription is lost."""
         self._loss_callbacks.append(callback)
 
-    def _report(self) -> None:
+    def _report_lost(self) -> None:
         lost = [received.delivery for received in self._held if received.delivery is not None]
         if lost:
             for callback in self._loss_callbacks:
                 callback(lost)
 
-    # Receive
+    # Receiving
 
     async def receive(self, limit: int) -> list[Delivery]:
-        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+        """Wait for messages and return up to ``limit`` deliveries, or an empty list after ``stop``.
 
-        Raises ``SubscriptionLost`` when the connection breaks or the queue is deleted. Taking and
-        returning are one step of the loop, so a cancelled call has taken nothing.
+        Safe to cancel.
+
+        Raises:
+            SubscriptionLost: The connection was lost, or the queue was deleted.
         """
         while received := await self._arrivals.take(limit, self._resume_soon):
             if found := self._deliveries(received):
@@ -166,7 +180,7 @@ class RabbitSubscription:
             self._held.add(received)
             due, expires = codec.not_before(received.properties), envelope.expires_at
             if due is not None and due > now and (expires is None or expires > now):
-                self._spawn(self._wait_longer(received, envelope, due))
+                self._spawn(self._delay_further(received, envelope, due))
                 continue
             envelope.attempt += 1
             received.delivery = delivery = Delivery(envelope, self._spec.queue, received)
@@ -174,21 +188,21 @@ class RabbitSubscription:
         return found
 
     def _return_unclaimed(self, unclaimed: list[ReceivedMessage]) -> None:
-        self._held.update(unclaimed)  # if it is left before they are given back, ``leave`` does it
+        self._held.update(unclaimed)  # so that ``leave`` returns them if it runs first
         self._spawn(self._suspend(unclaimed))
 
     async def _suspend(self, unclaimed: list[ReceivedMessage]) -> None:
-        """Consume no more, and give these messages back, with those that arrive until then."""
+        """End the consumer; return these messages and all that arrive meanwhile to the queue."""
         await self._end_consumer(unclaimed)
         if self._arrivals.receivers:
             await self._resume()
 
     def _resume_soon(self, limit: int) -> None:
-        if self._tag is None and not self._changing.locked():
+        if self._tag is None and not self._consumer_lock.locked():
             self._spawn(self._resume())
 
     async def _resume(self) -> None:
-        async with self._changing:
+        async with self._consumer_lock:
             if self._tag is not None or self._stopped or self._lost is not None:
                 return
             try:
@@ -197,16 +211,23 @@ class RabbitSubscription:
             except DRIVER_ERRORS as error:
                 self._lose(to_queue_error(error, "receive").message, error)
 
-    async def _wait_longer(self, received: ReceivedMessage, envelope: Envelope, due: float) -> None:
-        again = self._encode_again(received, envelope, envelope.attempt, due)
-        await self._replace(received, envelope, again, due - self._clock.time())
+    async def _delay_further(
+        self, received: ReceivedMessage, envelope: Envelope, due: float
+    ) -> None:
+        """Send a message through the delay cascade again, because it is not due yet."""
+        copy = self._encode_copy(received, envelope, envelope.attempt, due)
+        await self._replace(received, envelope, copy, due - self._clock.time())
 
-    # Settle
+    # Settling
 
     async def ack(self, delivery: Delivery) -> None:
-        """The work is done: remove the message. All acks of a turn of the loop go together.
+        """Acknowledge a delivery, which removes its message; acks are sent in batches.
 
-        AMQP confirms no ack. If the connection breaks before it arrives the message comes again.
+        AMQP does not confirm acks. If the connection is lost before the ack arrives, the message is
+        delivered again.
+
+        Raises:
+            SubscriptionLost: The subscription has ended.
         """
         self._settle(self._received(delivery, "ack"))
         delivery.receipt = None
@@ -214,10 +235,15 @@ class RabbitSubscription:
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
-        """Give the message back with the envelope's headers, after ``delay`` seconds.
+        """Release a delivery; the message is delivered again after ``delay`` seconds.
 
-        A copy is confirmed before the original is acknowledged. Where nothing changes the original
-        itself goes back, to its old place.
+        The message is replaced with a copy that has the headers of the envelope. The original is
+        acknowledged after the broker has confirmed the copy. In a classic queue, a message that
+        does not change is requeued instead and keeps its place.
+
+        Raises:
+            SubscriptionLost: The subscription has ended.
+            QueueError: The copy could not be sent; the original is requeued.
         """
         received = self._received(delivery, "release")
         envelope = delivery.envelope
@@ -231,24 +257,26 @@ class RabbitSubscription:
         ):
             self._requeue(received)
             return
-        again = self._encode_again(received, envelope, envelope.attempt - (not count_attempt))
-        await self._replace(received, envelope, again, delay)
+        copy = self._encode_copy(received, envelope, envelope.attempt - (not count_attempt))
+        await self._replace(received, envelope, copy, delay)
 
-    def _encode_again(
+    def _encode_copy(
         self, received: ReceivedMessage, envelope: Envelope, attempts: int, due: float | None = None
     ) -> Basic.Properties:
         frame = self._connection.frame
-        return codec.encode_again(
+        return codec.encode_copy(
             envelope, received.properties, attempts=attempts, due=due, frame=frame
         )
 
     async def _replace(
-        self, received: ReceivedMessage, envelope: Envelope, again: Basic.Properties, delay: float
+        self, received: ReceivedMessage, envelope: Envelope, copy: Basic.Properties, delay: float
     ) -> None:
+        """Publish a copy, then acknowledge the original."""
         try:
-            await self._republish(self._queue, envelope, again, delay)
+            await self._republish(self._queue, envelope, copy, delay)
         except BaseException:
-            # There may be a copy, and there must not be none. After a rest: it comes again at once.
+            # The copy may not exist, so keep the original. Requeue it after a pause, because the
+            # broker redelivers it immediately.
             self._spawn(self._requeue_later(received))
             raise
         self._settle(received)
@@ -259,9 +287,10 @@ class RabbitSubscription:
             self._requeue(received)
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
-        """There is nothing to extend: a message is held for as long as the connection lives."""
+        """Raise ``Unsupported``: RabbitMQ has no leases; a message belongs to the open channel."""
         raise Unsupported(
-            "RabbitMQ keeps no leases; its consumer_timeout, 30 minutes by default, is the limit",
+            "RabbitMQ has no leases to extend; its consumer_timeout, 30 minutes by default, limits "
+            "how long a delivery may stay unsettled",
             backend=BACKEND,
             operation="extend",
             queue=delivery.queue,
@@ -285,10 +314,13 @@ class RabbitSubscription:
         if self._acks is not None and self._lost is None:
             self._acks.requeue(received.tag)
 
-    # The end
+    # Stopping
 
     async def stop(self) -> None:
-        """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
+        """Stop consuming and wake a waiting ``receive``; deliveries can still be settled.
+
+        Messages that were pushed and not received return to the queue.
+        """
         if self._stopped:
             return
         self._stopped = True
@@ -296,24 +328,25 @@ class RabbitSubscription:
         await self._end_consumer([])
 
     async def _end_consumer(self, returned: list[ReceivedMessage]) -> None:
-        """End the consumer on the broker, and give back what it pushed and no caller received."""
-        async with self._changing:
-            await run_to_completion(self._cancel_consumer())  # cancelled, it closes the channel
+        """End the consumer on the broker; return these and all buffered messages to the queue."""
+        async with self._consumer_lock:
+            # Shielded, because the driver would close the channel if the call were cancelled.
+            await run_to_completion(self._cancel_consumer())
             returned = returned + self._arrivals.drain()
             self._held.update(returned)
-            await self._give_back(returned)
+            await self._return_messages(returned)
 
     async def _cancel_consumer(self) -> None:
-        """What is on its way still arrives: the broker's answer comes after it."""
+        """Cancel the consumer; the broker responds after it has pushed the last message."""
         tag, self._tag = self._tag, None
         if tag is not None and self._lost is None and self._channel is not None:
             with contextlib.suppress(*DRIVER_ERRORS):
                 async with asyncio.timeout(self._connection.parameters.timeout):
                     await self._channel.basic_cancel(tag)
-            await asyncio.sleep(0)  # each delivery is a task of the driver's, begun before this
+            await asyncio.sleep(0)  # let the driver's pending delivery tasks run
 
-    async def _give_back(self, returned: list[ReceivedMessage]) -> None:
-        """Uncharged: a quorum queue counts what comes back to it, so there it is a copy."""
+    async def _return_messages(self, returned: list[ReceivedMessage]) -> None:
+        """Return messages to the queue without counting an attempt."""
         for received in returned:
             if self._lost is not None:
                 return
@@ -322,37 +355,48 @@ class RabbitSubscription:
                 continue
             envelope = codec.decode(received.properties, received.message.body)
             attempts = envelope.attempt + codec.deliveries(received.properties)
-            again = self._encode_again(received, envelope, attempts)
+            copy = self._encode_copy(received, envelope, attempts)
             try:
-                await self._replace(received, envelope, again, 0.0)
+                await self._replace(received, envelope, copy, 0.0)
             except QueueError as error:
-                logger.warning("%s: a message went back and counts: %s", self._spec.queue, error)
+                logger.warning(
+                    "%s: could not send the copy of a message; requeueing the original, which "
+                    "counts as an attempt: %s",
+                    self._spec.queue,
+                    error,
+                )
 
     async def leave(self) -> None:
-        """Stop, give back what is held, and close the channel."""
+        """Stop consuming, return unsettled messages to the queue, and close the channel."""
         try:
             async with asyncio.timeout(self._connection.parameters.timeout):
                 await self.stop()
                 await cancel_and_wait(self._tasks)
                 self._held.update(self._arrivals.drain())  # if ``stop`` was cancelled
-                await self._give_back(sorted(self._held, key=lambda received: received.tag))
+                await self._return_messages(sorted(self._held, key=lambda received: received.tag))
                 if self._acks is not None:
                     await self._acks.flushed()
         except TimeoutError:
-            logger.warning("%s: what is held goes back when the channel ends", self._spec.queue)
+            logger.warning(
+                "%s: RabbitMQ did not respond in time; unsettled messages are requeued when the "
+                "channel closes",
+                self._spec.queue,
+            )
         finally:
-            self._lose("it was left")
+            self._lose("it was closed")
             if self._channel is not None:
                 await close(self._channel)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(_quietly(work, self._spec.queue), name="qkit rabbitmq side work")
+        task = asyncio.create_task(
+            _log_errors(work, self._spec.queue), name="qkit rabbitmq background work"
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-async def _quietly(work: Coroutine[Any, Any, None], queue: str) -> None:
+async def _log_errors(work: Coroutine[Any, Any, None], queue: str) -> None:
     try:
         await work
     except (QueueError, *DRIVER_ERRORS) as error:
-        logger.warning("%s: %s", queue, error)
+        logger.warning("%s: a background task failed: %s", queue, error)

@@ -1,7 +1,8 @@
-"""What qkit declares on the broker: names, arguments and bindings.
+"""Queues, exchanges and bindings that qkit declares on the broker.
 
-A queue is named as its channel; a topic is a fanout exchange of that name, with one queue for each
-group. Every vhost has one exchange for dead letters, and one at which delayed messages come out.
+A queue has the name of its channel. A topic is a fanout exchange with the name of its channel, and
+each group has a queue that is bound to it. Every vhost has one exchange for dead letters, and one
+exit exchange that routes messages from the delay cascade to their queues.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ DELAY: Final = "qkit.delay"
 EXIT: Final = f"{DELAY}.out"
 LOST: Final = f"{DELAY}.lost"
 MAX_LOST_DELAYED: Final = 10_000
+# Levels of the delay cascade. The TTL of the highest is 39 days; RabbitMQ allows at most 49.
 LEVELS: Final = 26
-LONGEST_NAME: Final = 255  # bytes, of queues, exchanges and keys
+MAX_NAME_BYTES: Final = 255  # limit for names of queues and exchanges, and for routing keys
 ANY_DELAY: Final = "*." * LEVELS
-CLASSIC: Final = {"x-queue-type": "classic"}  # a vhost may have another default
-NO_LIMIT: Final = 1_000_000_000
-USUAL_LEVELS: Final = 9  # x-max-priority of a classic queue
-# Without these two a quorum queue loses messages that are being moved when the broker is killed.
+CLASSIC: Final = {"x-queue-type": "classic"}  # explicit, because a vhost can have another default
+DELIVERY_LIMIT: Final = 1_000_000_000
+DEFAULT_MAX_PRIORITY: Final = 9  # x-max-priority of a classic queue
+# Without these, a quorum queue can lose the messages that it is forwarding when the broker dies.
 AT_LEAST_ONCE_DEAD_LETTERING: Final = {
     "x-dead-letter-strategy": "at-least-once",
     "x-overflow": "reject-publish",
@@ -43,41 +45,53 @@ EXPIRY_ARGUMENTS: Final = (
 
 
 def group_queue(topic: str, group: str) -> str:
-    """The queue of a topic's group; no channel's name can hold a colon.
+    """Return the queue name of a topic's group; channel names contain no colon, so it is unique.
 
     >>> group_queue("prices", "mail")
     'prices:mail'
     """
     name = f"{topic}:{group}"
-    if len(name) <= LONGEST_NAME:
+    if len(name) <= MAX_NAME_BYTES:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    return f"{name[: LONGEST_NAME - 13]}~{digest}"
+    return f"{name[: MAX_NAME_BYTES - 13]}~{digest}"
 
 
 def address(name: str) -> str:
-    """A queue's or topic's name at the end of a delayed message's routing key."""
-    room = LONGEST_NAME - len(ANY_DELAY)
-    return name if len(name) <= room else f"~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    """Return the last part of a delayed message's routing key.
+
+    It is the name of the queue or topic, or a hash if the name is too long.
+    """
+    limit = MAX_NAME_BYTES - len(ANY_DELAY)
+    return name if len(name) <= limit else f"~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def quorum_queue(copies: int | None) -> dict[str, Any]:
-    """The arguments of a quorum queue, with so many copies or the broker's usual number.
+    """Return the arguments of a quorum queue.
 
-    RabbitMQ 4 takes a message out of one after 20 deliveries, looks included, unless a limit is
-    given; every version takes this one, so the arguments outlive an upgrade.
+    By default RabbitMQ 4 removes a message after 20 deliveries, and ``peek`` counts as a delivery.
+    The high delivery limit prevents that. Every RabbitMQ version accepts it, so the arguments stay
+    the same after an upgrade.
+
+    Args:
+        copies: Number of replicas; ``None`` for the default of the broker.
     """
-    arguments: dict[str, Any] = {"x-queue-type": "quorum", "x-delivery-limit": NO_LIMIT}
+    arguments: dict[str, Any] = {"x-queue-type": "quorum", "x-delivery-limit": DELIVERY_LIMIT}
     if copies is not None:
         arguments["x-quorum-initial-group-size"] = copies
     return arguments
 
 
 class Topology:
-    """Declares queues and topics; ``quorum`` ones are kept on ``replicas`` nodes.
+    """Declarations of queues and topics.
 
-    ``dead_letter_suffix`` makes the name of a queue's dead-letter queue, as the settings have it;
-    ``None`` where the settings keep no dead letters.
+    Args:
+        quorum: Whether to declare quorum queues instead of classic queues.
+        replicas: Number of replicas of a quorum queue.
+        dead_letter_suffix: Suffix of dead-letter queue names; ``None`` (default) if the service
+            does not use dead letters.
+        dead_letter_max_size: Maximum number of messages in the dead-letter queue of a channel that
+            disables dead letters; 10,000 by default.
     """
 
     def __init__(
@@ -92,26 +106,30 @@ class Topology:
         self.replicas = replicas
         self._suffix = dead_letter_suffix
         self._max_letters = dead_letter_max_size
+        #: Queues whose messages may have an AMQP expiration: quorum queues that dead-letter without
+        #: loss. A classic queue can lose an expired message.
         self.expiring: set[str] = set()
-        """Queues in which the broker may let messages expire: quorum queues that hand them over to
-        qkit's dead letters safely. A classic queue can lose them on their way there."""
-        self._arguments: dict[str, dict[str, Any]] = {}  # that queues have on the broker
+        self._arguments: dict[str, dict[str, Any]] = {}  # arguments of each queue on the broker
         self._ready = False
 
-    def forget(self) -> None:
-        """Declare what every vhost has again: something of it may be gone."""
+    def invalidate(self) -> None:
+        """Make the next declaration declare the common exchanges of the vhost again."""
         self._ready = False
 
     async def declare(self, connection: ReconnectingConnection, spec: QueueSpec) -> None:
-        """Declare a queue with what belongs to it, or a topic, which has no queue yet."""
+        """Declare a queue with its bindings and its dead-letter queue, or the exchange of a topic.
+
+        Raises:
+            ConfigError: The existing queue does not support what ``spec`` requires.
+        """
         if not self._ready:
             async with connection.control() as channel:
                 await self._declare_common(channel)
             self._ready = True
         letters = self._dead_letter(spec)
         if letters is not None and letters != spec.dead_letter:
-            # The channel keeps no dead letters. The broker needs a place for what it takes out of
-            # the queue by itself, and arguments are the same for all who declare the queue.
+            # The channel disables dead letters, but the broker still dead-letters its messages:
+            # the queue has the same arguments in all services.
             await self._declare_letters(connection, letters, self._max_letters)
         if spec.drop_oldest:
             await self._declare_letters(connection, spec.name, spec.max_depth)
@@ -125,14 +143,14 @@ class Topology:
     async def declare_group(
         self, connection: ReconnectingConnection, spec: QueueSpec, group: str
     ) -> None:
-        """Declare the queue of a topic's group, which receives from now on."""
+        """Declare the queue of a topic's group and bind it to the topic."""
         queue = group_queue(spec.name, group)
         await self._declare_queue(connection, queue, self.arguments(spec), spec)
         async with connection.control() as channel:
             await channel.queue_bind(queue, spec.name)
 
     def max_length(self, queue: str) -> int | None:
-        """The limit that a dead-letter queue has on the broker, if this process declared it."""
+        """Return the maximum length of a dead-letter queue on the broker; ``None`` if unknown."""
         limit = self._arguments.get(queue, {}).get("x-max-length")
         return limit if isinstance(limit, int) else None
 
@@ -153,7 +171,7 @@ class Topology:
         wanted: dict[str, Any],
         spec: QueueSpec | None,
     ) -> None:
-        there = await self._declare_as_it_is(connection, name, wanted)
+        there = await self._declare_existing(connection, name, wanted)
         if there is not None and spec is not None:
             self._check(name, spec, there)
         if there != wanted and self._arguments.get(name) != (there or {}):
@@ -167,13 +185,17 @@ class Topology:
         async with connection.control() as channel:
             await self.bind_delays(channel, name, topic=False)
 
-    async def _declare_as_it_is(
+    async def _declare_existing(
         self, connection: ReconnectingConnection, name: str, wanted: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Declare a queue with the arguments that it has; return them, ``None`` if unknown.
+        """Declare a queue; return the arguments that it has, or ``None`` if they are unknown.
 
-        RabbitMQ fixes arguments at creation and names one difference each time. A queue that loses
-        messages by its nature (not durable, deleted with its last consumer) is refused.
+        RabbitMQ does not change the arguments of an existing queue, and rejects a declaration with
+        an error that reports one difference. This method adopts the reported value and tries again.
+
+        Raises:
+            ChannelPreconditionFailed: The queue is not durable, or is deleted automatically.
+            ConfigError: The queue has another type, classic or quorum.
         """
         arguments = dict(wanted)
         seen: set[str] = set()
@@ -202,10 +224,10 @@ class Topology:
     def _wrong_type(self, name: str, found: Difference) -> ConfigError:
         there = found.value or ("classic" if self.quorum else "quorum")
         advice = {"classic": "set replicas=1", "quorum": "set replicas above 1"}.get(
-            str(there), "name another channel"
+            str(there), "use another channel"
         )
         return ConfigError(
-            f"the queue {name!r} exists as a {there} queue and replicas={self.replicas} asks for "
+            f"the queue {name!r} exists as a {there} queue, but replicas={self.replicas} needs "
             f"a {'quorum' if self.quorum else 'classic'} queue: {advice}, or delete the queue",
             backend=BACKEND,
             operation="declare",
@@ -213,12 +235,12 @@ class Topology:
         )
 
     def _check(self, name: str, spec: QueueSpec, there: dict[str, Any]) -> None:
-        """Raise for what a queue that exists cannot do."""
+        """Raise ``ConfigError`` if an existing queue does not support what ``spec`` requires."""
         levels, wanted = there.get("x-max-priority", 0), spec.max_priority or 0
         if wanted > levels:
             raise ConfigError(
                 f"max_priority={wanted}: the queue {name!r} was created with {levels} priorities, "
-                "which RabbitMQ cannot change: delete the queue, and qkit creates it anew",
+                "which RabbitMQ cannot change; delete the queue, so that qkit creates it again",
                 backend=BACKEND,
                 operation="declare",
                 queue=name,
@@ -227,14 +249,14 @@ class Topology:
         if self.quorum and isinstance(copies, int) and copies < self.replicas:
             raise ConfigError(
                 f"replicas={self.replicas}: the queue {name!r} was created with {copies} copies, "
-                "which RabbitMQ cannot change: lower replicas, or delete the queue",
+                "which RabbitMQ cannot change; decrease replicas, or delete the queue",
                 backend=BACKEND,
                 operation="declare",
                 queue=name,
             )
 
     async def bind_delays(self, channel: Channel, name: str, *, topic: bool) -> None:
-        """Let what waited for a queue or topic come out there; without it, it would be lost."""
+        """Bind a queue or topic to the exit exchange, from which it gets its delayed messages."""
         bind = channel.exchange_bind if topic else channel.queue_bind
         await bind(name, EXIT, ANY_DELAY + address(name))
 
@@ -252,17 +274,21 @@ class Topology:
         )
 
     def _dead_letter(self, spec: QueueSpec) -> str | None:
-        """The dead-letter queue that the settings give a queue, whatever its channel says."""
+        """Return the dead-letter queue of a queue, even if the channel disables dead letters."""
         if spec.dead_letter is not None or spec.drop_oldest or self._suffix is None:
             return spec.dead_letter
         return spec.name + self._suffix
 
     def arguments(self, spec: QueueSpec) -> dict[str, Any]:
-        """A queue's arguments: by the settings alone, so that all declare it alike.
+        """Return the arguments of a queue.
 
-        Only priorities above the usual ones are the channel's. ``max_depth`` of a queue is no
-        argument: the broker would refuse, that is drop, a message that comes back to a full queue
-        after its delay or for its retry.
+        They depend on the settings and not on the channel, so that all services declare the same
+        arguments. The exception is a ``max_priority`` above the default. ``max_depth`` does not
+        become an argument, because the broker would drop a delayed or retried message that returns
+        to a full queue.
+
+        Raises:
+            ConfigError: ``max_priority`` is set for a quorum queue.
         """
         arguments = self.kind()
         letters = self._dead_letter(spec)
@@ -270,12 +296,12 @@ class Topology:
             arguments["x-dead-letter-exchange"] = DEAD_LETTERS
             arguments["x-dead-letter-routing-key"] = letters
         if not self.quorum:
-            arguments["x-max-priority"] = max(USUAL_LEVELS, spec.max_priority or 0)
+            arguments["x-max-priority"] = max(DEFAULT_MAX_PRIORITY, spec.max_priority or 0)
             return arguments
         if spec.max_priority:
             raise ConfigError(
-                "a quorum queue has no priorities before RabbitMQ 4.0: leave max_priority "
-                "out, or set replicas=1",
+                f"max_priority={spec.max_priority}: qkit supports no priorities on quorum queues; "
+                "omit max_priority, or set replicas=1",
                 backend=BACKEND,
                 operation="declare",
                 queue=spec.name,
@@ -283,13 +309,13 @@ class Topology:
         return arguments if letters is None else arguments | AT_LEAST_ONCE_DEAD_LETTERING
 
     def kind(self) -> dict[str, Any]:
-        """What every queue has."""
+        """Return the arguments that all queues have in common: type and replicas."""
         return quorum_queue(self.replicas) if self.quorum else dict(CLASSIC)
 
 
 def _log_differences(name: str, wanted: dict[str, Any], there: dict[str, Any] | None) -> None:
     if there is None:
-        differences = "RabbitMQ does not tell which"
+        differences = "RabbitMQ does not report which arguments differ"
     else:
         differences = "; ".join(
             f"{argument} is {there.get(argument)!r}, qkit declares {wanted.get(argument)!r}"

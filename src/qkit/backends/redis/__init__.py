@@ -1,4 +1,4 @@
-"""Redis lists and Redis pub/sub (redis-py).
+"""The two Redis backends, lists and pub/sub, built on redis-py.
 
-May import: ``backends.common``, ``backends.capability_matrix`` and what lies below ``backends``.
+May import: ``backends.common``, ``backends.capability_matrix`` and the packages below ``backends``.
 """

@@ -1,4 +1,4 @@
-"""A consumer of a Redis list without leases: what it takes is gone from the server at once."""
+"""Subscription to a Redis list without leases; a claim removes the message from the server."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ __all__ = ["AtMostOnceSubscription"]
 
 
 class AtMostOnceSubscription(ListSubscription):
-    """At most once: a consumer that dies takes along what it held.
+    """Subscription with at-most-once delivery.
 
-    What no handler saw goes back when ``receive`` is cancelled, as far as the connection allows.
+    If the consumer dies, the messages that it holds are lost. Messages claimed for a ``receive``
+    that was cancelled are returned to the queue if the connection still works.
     """
 
     async def ack(self, delivery: Delivery) -> None:
-        """The work is done; the server knows nothing of it."""
+        """Free the delivery's slot; the message is already gone from the server."""
         self._forget(delivery, "ack")
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
-        """The work is done; the server knows nothing of it."""
+        """Free the slots of several deliveries."""
         for delivery in deliveries:
             self._forget(delivery, "ack")
         return [None] * len(deliveries)
@@ -34,7 +35,7 @@ class AtMostOnceSubscription(ListSubscription):
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
-        """Put the message back at once: there are no delays without leases."""
+        """Return the message to the queue immediately; ``delay`` is ignored."""
         envelope = delivery.envelope
         self._forget(delivery, "release")
         content = codec.encode(envelope, envelope.attempt - (not count_attempt))
@@ -43,9 +44,9 @@ class AtMostOnceSubscription(ListSubscription):
     async def extend_many(
         self, deliveries: Sequence[Delivery], seconds: float
     ) -> list[QueueError | None]:
-        """Raise ``Unsupported``: there are no leases."""
+        """Raise ``Unsupported``, because there are no leases."""
         raise Unsupported(
-            "there are no leases with reliable=false",
+            "leases require reliable=true",
             backend=BACKEND,
             operation="extend",
             queue=self._keys.queue,
@@ -59,8 +60,8 @@ class AtMostOnceSubscription(ListSubscription):
     def _delivery(self, envelope: Envelope, token: str) -> Delivery:
         return Delivery(envelope, self._keys.queue, token)
 
-    def _keep(self) -> None:
-        pass  # nothing runs out
+    def _wake_lease_renewal(self) -> None:
+        pass  # no lease can expire
 
     def _returned(self, claimed: list[Delivery]) -> list[CommandArgument]:
         arguments: list[CommandArgument] = []
@@ -69,5 +70,5 @@ class AtMostOnceSubscription(ListSubscription):
             arguments += ["", 0, content]
         return arguments
 
-    async def _give_back(self) -> None:
+    async def _release_held(self) -> None:
         self._settled(list(self.held))

@@ -1,9 +1,10 @@
-"""A message as it lies in a Redis list: a line of facts, a line of headers, then the body as it is.
+"""Message format in Redis: a line of fields, a line of JSON headers, then the unchanged body.
 
-``qk1 <id> <priority> <not before> <expires> <deliveries> <key>``: times in milliseconds since the
-epoch, 0 for none; ``-`` where there is no priority or key. ``redis-cli LRANGE orders 0 0`` shows it
-to a person, and scripts on the server read the first line alone. Whatever does not begin so was
-written by another program: all of it is the body.
+The first line is ``qk1 <id> <priority> <not before> <expires> <deliveries> <key>``. Times are in
+milliseconds since the epoch; 0 means none. ``-`` means no priority or no key; a key is preceded by
+``=``. The Lua scripts use only the fields of this line. ``redis-cli LRANGE orders 0 0`` prints a
+message in readable form. A value that does not start with these two lines is a foreign message,
+and all of it is the body.
 """
 
 from __future__ import annotations
@@ -21,45 +22,54 @@ from qkit.message import Envelope
 
 __all__ = ["FOREIGN", "batches", "decode", "encode", "wire_id"]
 
-FOREIGN: Final = "foreign"  # the id of what another program wrote, until somebody gives it one
+FOREIGN: Final = "foreign"  # id of a foreign message until a script or a subscription assigns one
 
 _HEAD: Final = re.compile(
     rb"qk1 (\S+) (-|\d{1,9}) (\d{1,15}) (\d{1,15}) (\d{1,9})!? ([-=]\S*)\n([^\n]*)\n"
 )
-# Most messages have nothing but an id and a body, and reading one costs as much as handling it.
+# Fast path: most messages have only an id and a body, and parsing is a large part of the cost.
 _BARE: Final = re.compile(rb"qk1 ([0-9A-Za-z]+) - 0 0 (\d{1,9}) -\n\n")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._~-]+")
 
 
-BATCH: Final = 500  # messages in one call of a script, or one write
-BATCH_BYTES: Final = 8 * 2**20  # and about so many bytes, which the server reads before it works
+BATCH: Final = 500  # messages per script call or write
+# Approximate limit per script call, because the server buffers the whole call before running it.
+BATCH_BYTES: Final = 8 * 2**20
 
 
 def batches(envelopes: Sequence[Envelope]) -> Iterator[Sequence[Envelope]]:
-    """The messages in order, as many at a time as may go together."""
+    """Split messages, in order, into batches of at most ``BATCH`` messages.
+
+    The bodies of a batch have at most ``BATCH_BYTES`` bytes, unless it is a single message.
+    """
     start = size = 0
-    for at, envelope in enumerate(envelopes):
-        if at > start and (at - start >= BATCH or size + len(envelope.body) > BATCH_BYTES):
-            yield envelopes[start:at]
-            start, size = at, 0
+    for index, envelope in enumerate(envelopes):
+        if index > start and (index - start >= BATCH or size + len(envelope.body) > BATCH_BYTES):
+            yield envelopes[start:index]
+            start, size = index, 0
         size += len(envelope.body)
     if start < len(envelopes):
         yield envelopes[start:]
 
 
 def wire_id(id: str) -> str:
-    """An id as the first line carries it: without spaces, and never empty."""
+    """Return an id in the form used in the first line: percent-encoded if needed, never empty."""
     return id if _PLAIN.fullmatch(id) else quote(id, safe="", errors="backslashreplace") or "%"
 
 
 def encode(envelope: Envelope, deliveries: int = 0, *, scheduled: bool = True) -> bytes:
-    """The frame of ``envelope`` after so many deliveries.
+    """Return the frame of a message.
+
+    Args:
+        envelope: The message.
+        deliveries: Number of deliveries so far.
+        scheduled: Write ``not_before``; if false, the message is due immediately.
 
     >>> encode(Envelope("0190", b"{}", {"tenant": "acme"}, key="k 1"))
     b'qk1 0190 - 0 0 0 =k%201\\n{"tenant":"acme"}\\n{}'
     """
     id = envelope.id
-    if (  # nearly all
+    if (  # fast path, taken by most messages
         envelope.priority is None
         and envelope.not_before is None
         and envelope.expires_at is None
@@ -79,10 +89,10 @@ def encode(envelope: Envelope, deliveries: int = 0, *, scheduled: bool = True) -
 
 
 def decode(frame: bytes) -> Envelope:
-    """Return the message in a frame, with the deliveries so far as ``attempt``.
+    """Decode a frame; the message's ``attempt`` is the number of deliveries so far.
 
-    Earlier versions put a ``!`` behind the number of the last delivery that was allowed; it has no
-    meaning any more.
+    Earlier versions wrote ``!`` after the delivery count of the last allowed delivery. It is
+    ignored.
 
     >>> decode(b'qk1 0190 7 0 0 2! -\\n\\n{}')
     Envelope(id='0190', body=b'{}', headers={}, key=None, priority=7, ..., attempt=2)
@@ -96,15 +106,15 @@ def decode(frame: bytes) -> Envelope:
     id, priority, due, expires, deliveries, key, line = found.groups()
     raw: dict[str, bytes] = {}
     headers = _headers(line, raw) if line else {}
-    text = _unquoted(id, "id", raw) if id != b"%" else ""
-    owner = None if key[:1] == b"-" else _unquoted(key[1:], "key", raw)
+    decoded_id = _unquoted(id, "id", raw) if id != b"%" else ""
+    decoded_key = None if key[:1] == b"-" else _unquoted(key[1:], "key", raw)
     if raw:
         keep(headers, raw)
     return Envelope(
-        text,
+        decoded_id,
         frame[found.end() :],
         headers,
-        owner,
+        decoded_key,
         None if priority == b"-" else int(priority),
         int(due) / 1000 if due != b"0" else None,
         int(expires) / 1000 if expires != b"0" else None,
@@ -113,7 +123,7 @@ def decode(frame: bytes) -> Envelope:
 
 
 def _unquoted(text: bytes, entry: str, raw: dict[str, bytes]) -> str:
-    """The text; bytes that are not UTF-8 are replaced, and kept in ``raw``."""
+    """Decode percent-encoded text; if it is not UTF-8, add its bytes to ``raw``."""
     value = unquote_to_bytes(text)
     try:
         return value.decode()
@@ -123,7 +133,7 @@ def _unquoted(text: bytes, entry: str, raw: dict[str, bytes]) -> str:
 
 
 def _headers(line: bytes, raw: dict[str, bytes]) -> dict[str, str]:
-    """The headers; a line that another program made up and that has none is kept in ``raw``."""
+    """Parse the header line; if it is not a JSON object, add the line to ``raw``."""
     try:
         found: object = json.loads(line)
         if isinstance(found, dict):
@@ -136,5 +146,8 @@ def _headers(line: bytes, raw: dict[str, bytes]) -> dict[str, str]:
 
 
 def milliseconds(seconds: float | None) -> int:
-    """Rounded up, because a message must not come early; 0 is none."""
+    """Convert seconds to milliseconds, rounded up so that no message is early.
+
+    ``None`` becomes 0; any other value is at least 1.
+    """
     return 0 if seconds is None else min(max(1, math.ceil(round(seconds * 1000, 3))), 10**15 - 1)

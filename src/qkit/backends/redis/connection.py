@@ -1,4 +1,4 @@
-"""The way to Redis: where it is, and the connections for commands and scripts."""
+"""Connections to Redis for commands and scripts, and the connection parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from qkit.settings.model import Settings
 __all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
 NOSCRIPT: Final = "NOSCRIPT"
-# A connection without an answer for so long is dead. Not the timeout of a send: behind a firewall
-# that dropped them, dead connections must be replaced soon.
+# A connection without a reply for this long is considered dead. The limit is shorter than the
+# default send timeout, so that a connection silently dropped by a firewall is replaced quickly.
 ANSWER_TIMEOUT_SECONDS: Final = 4.0
 
 
 class ConnectionParameters:
-    """Where the server is and how to speak to it; the driver's own retries are always off."""
+    """Address of the server and connection options; the driver's own retries are disabled.
+
+    Args:
+        url: ``redis://`` or ``rediss://`` URL, with user and password if needed.
+        timeout: Seconds to wait for a connection; also the upper limit for a reply.
+        tls_ca_file: PEM file of trusted CA certificates; ``None`` for the system's certificates.
+        tls_cert_file: PEM file of the client certificate.
+        tls_key_file: PEM file of the client certificate's private key.
+    """
 
     def __init__(
         self,
@@ -47,7 +55,7 @@ class ConnectionParameters:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ConnectionParameters:
-        """The server that the settings name."""
+        """Return the connection parameters given by the settings."""
         assert settings.url is not None
         ca_file, cert_file, key_file = (
             None if path is None else str(path)
@@ -62,7 +70,7 @@ class ConnectionParameters:
         )
 
     def options(self) -> dict[str, Any]:
-        """What every kind of connection has in common, in a thread or in the loop."""
+        """Return the redis-py options shared by blocking and asynchronous connections."""
         return {
             "socket_connect_timeout": self.timeout,
             "socket_keepalive": True,
@@ -72,31 +80,31 @@ class ConnectionParameters:
         }
 
     async def open_driver_connection(self) -> AbstractConnection:
-        """The driver's connection, ready and logged in."""
-        pool: Any = ConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]  # theirs
+        """Open a redis-py connection and log in."""
+        pool: Any = ConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]  # redis-py is partly untyped
             self.url,
             socket_timeout=self.timeout,
             retry=Retry(NoBackoff(), 0),
             **self.options(),
         )
-        pool.connection_kwargs["protocol"] = 2  # whatever the url says: ours is the parser
+        pool.connection_kwargs["protocol"] = 2  # overrides the URL: qkit parses only RESP2
         connection: AbstractConnection = pool.make_connection()
         try:
-            await connection.connect()  # type: ignore[no-untyped-call]  # theirs
+            await connection.connect()  # type: ignore[no-untyped-call]  # redis-py is partly untyped
         except BaseException:
             await connection.disconnect(nowait=True)
             raise
         return connection
 
     async def open_connection(self) -> PipelinedConnection:
-        """Open a connection for one user."""
+        """Open a pipelined connection for the caller's exclusive use."""
         return PipelinedConnection(
             await self.open_driver_connection(), min(self.timeout, ANSWER_TIMEOUT_SECONDS)
         )
 
 
 class ReconnectingConnection:
-    """Commands and scripts over one connection, which is opened again after it broke."""
+    """Shared connection for commands and scripts, reopened after it is lost."""
 
     def __init__(self, parameters: ConnectionParameters) -> None:
         self.parameters = parameters
@@ -106,33 +114,33 @@ class ReconnectingConnection:
             PipelinedConnection.aclose,
             backend=BACKEND,
         )
-        self._waiters: list[PipelinedConnection] = []  # connections for WAIT that nobody uses now
+        self._idle_waiters: list[PipelinedConnection] = []  # idle connections for WAIT
 
     def connect(self) -> None:
-        """Allow calls; the first one connects."""
+        """Allow calls; the connection is opened by the first call."""
         self._shared.open()
 
     async def aclose(self) -> None:
         """Close every connection; idempotent."""
-        waiters, self._waiters = self._waiters, []
+        waiters, self._idle_waiters = self._idle_waiters, []
         with translate_errors("close"):
             await self._shared.aclose()
             for connection in waiters:
                 await connection.aclose()
 
     async def current(self) -> PipelinedConnection:
-        """Return the connection that all share; open it if need be."""
+        """Return the shared connection, opening it if needed."""
         return await self._shared.get()
 
     async def command(self, *arguments: CommandArgument) -> Reply:
-        """One command."""
+        """Run a command and return its reply."""
         connection = self._shared.value
         if connection is None or connection.lost is not None:
             connection = await self.current()
         return await connection.call(*arguments)
 
     async def commands(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Reply]:
-        """Several in one round trip; the first error is raised once all are answered."""
+        """Run several commands in one round trip; raise the first error after all replies."""
         replies = await (await self.current()).call_all(commands)
         for reply in replies:
             if isinstance(reply, Exception):
@@ -140,7 +148,7 @@ class ReconnectingConnection:
         return replies
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: CommandArgument) -> Reply:
-        """Run a script; send its source if the server does not know it."""
+        """Run a script and return its reply; send its source if the server has not cached it."""
         connection = self._shared.value
         if connection is None or connection.lost is not None:
             connection = await self.current()
@@ -159,13 +167,22 @@ class ReconnectingConnection:
         replicas: int,
         timeout: float,
     ) -> tuple[Reply, int]:
-        """A script, and how many replicas have what it wrote.
+        """Run a script; return its reply and the number of replicas that confirmed its writes.
 
-        ``WAIT`` looks at its own connection's writes and holds up what comes after it there, so
-        each has a connection to itself.
+        ``WAIT`` covers only the writes of its own connection and blocks later commands on that
+        connection. Each call therefore uses a connection exclusively.
+
+        Args:
+            script: The script.
+            keys: KEYS of the script.
+            arguments: ARGV of the script.
+            replicas: Number of replicas to wait for.
+            timeout: Seconds to wait for the replicas.
         """
         connection = (
-            self._waiters.pop() if self._waiters else await self.parameters.open_connection()
+            self._idle_waiters.pop()
+            if self._idle_waiters
+            else await self.parameters.open_connection()
         )
         try:
             wait = ("WAIT", replicas, int(timeout * 1000))
@@ -181,7 +198,7 @@ class ReconnectingConnection:
             await connection.aclose()
             raise
         if self._shared.is_open and connection.lost is None:
-            self._waiters.append(connection)
+            self._idle_waiters.append(connection)
         else:
             await connection.aclose()
         for reply in (answer, copies):
@@ -191,5 +208,5 @@ class ReconnectingConnection:
 
 
 def is_unknown_script(error: Exception) -> bool:
-    """Whether the server does not know the script."""
+    """Return whether the server rejected ``EVALSHA`` because the script is not cached."""
     return str(error).startswith(NOSCRIPT)

@@ -1,9 +1,10 @@
-"""Pipelined connection on redis-py's stream.
+"""Pipelined connection on a stream opened by redis-py.
 
-redis-py connects, speaks TLS and logs in; then this module takes over its transport. A command of
-redis-py, with a connection from a pool, a lock and a timer for each read, costs several times what
-the server takes. Here a command is one write, and answers arrive in the order of the commands. A
-caller that gave up keeps its position in that order, so no caller gets the answer of another.
+redis-py connects, negotiates TLS and logs in; then this module takes over its transport. For each
+command, redis-py uses a pooled connection, a lock, and a timer per read. This overhead is several
+times the server's cost of running the command. Here each command is a single write, and replies
+arrive in the order of the commands. A cancelled call keeps its position in that order, so that no
+other call gets its reply.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from redis.asyncio.connection import AbstractConnection
 
 __all__ = ["CommandArgument", "PipelinedConnection", "Reply"]
 
-Reply: TypeAlias = Any  # what a server answers has no type before somebody looks at it
+Reply: TypeAlias = Any  # the type depends on the command
 CommandArgument: TypeAlias = bytes | str | int | float
 
-_MORE: Final = object()  # the parser has no whole answer yet
+_INCOMPLETE: Final = object()  # the parser returns this while a reply is incomplete
 
 
 class _Call:
-    """One command, or several that are answered together: then ``replies`` gathers."""
+    """Pending command, or ``count`` commands whose replies form one result."""
 
     __slots__ = ("count", "deadline", "future", "replies")
 
@@ -42,7 +43,12 @@ class _Call:
 
 
 class PipelinedConnection(asyncio.Protocol):
-    """A connection that is dead when an answer is ``timeout`` seconds late."""
+    """A connection that sends commands without waiting for earlier replies.
+
+    Args:
+        connection: Open redis-py connection; it must not be used afterwards.
+        timeout: Seconds to wait for a reply before the connection is considered lost.
+    """
 
     def __init__(self, connection: AbstractConnection, timeout: float) -> None:
         reader, self._stream = _take_stream(connection)
@@ -52,27 +58,39 @@ class PipelinedConnection(asyncio.Protocol):
         self._parser = hiredis.Reader(
             protocolError=exceptions.InvalidResponse,
             replyError=exceptions.ResponseError,
-            notEnoughData=_MORE,
+            notEnoughData=_INCOMPLETE,
         )
-        self._waiting: deque[_Call] = deque()
-        self._watch: asyncio.TimerHandle | None = None
-        self._gone = self._loop.create_future()
+        self._pending: deque[_Call] = deque()
+        self._timeout_timer: asyncio.TimerHandle | None = None
+        self._closed = self._loop.create_future()
         self.lost: Exception | None = None
-        """Why nothing can be called any more."""
+        """Why the connection was lost; ``None`` while it is usable."""
         self._transport.set_protocol(self)
         if self._transport.is_closing() or reader.at_eof():
             self._lose(exceptions.ConnectionError("the server closed the connection"))
 
-    # Calling
+    # Commands
 
     def call(self, *arguments: CommandArgument, longer: float = 0.0) -> asyncio.Future[Reply]:
-        """The answer to one command; ``longer`` is how long it may wait on the server."""
+        """Send a command and return a future for its reply.
+
+        Args:
+            arguments: The command and its arguments.
+            longer: Seconds for which the command may block on the server; added to the timeout.
+        """
         return self._send(hiredis.pack_command(arguments), None, longer)  # type: ignore[arg-type]  # any length
 
     def call_all(
         self, commands: Iterable[tuple[CommandArgument, ...]], *, longer: float = 0.0
     ) -> asyncio.Future[list[Reply]]:
-        """The answers to several commands in one write; errors are among them, not raised."""
+        """Send several commands in one write and return a future for the list of their replies.
+
+        An error reply is an exception in the list and is not raised.
+
+        Args:
+            commands: Commands with their arguments.
+            longer: Seconds for which the commands may block on the server; added to the timeout.
+        """
         packed: list[bytes] = [hiredis.pack_command(arguments) for arguments in commands]  # type: ignore[arg-type]  # any length
         return self._send(b"".join(packed), len(packed), longer)
 
@@ -82,80 +100,84 @@ class PipelinedConnection(asyncio.Protocol):
             future.set_exception(self.lost)
             return future
         deadline = self._loop.time() + self._timeout + longer
-        self._waiting.append(_Call(future, deadline, count))
-        if self._watch is None:
-            self._watch = self._loop.call_at(deadline, self._check)
+        self._pending.append(_Call(future, deadline, count))
+        if self._timeout_timer is None:
+            self._timeout_timer = self._loop.call_at(deadline, self._check_timeout)
         self._transport.write(data)
         return future
 
-    def _check(self) -> None:
-        """Every answer that was here in time has been read before a timer runs."""
-        self._watch = None
-        if not self._waiting:
+    def _check_timeout(self) -> None:
+        """Abort the connection if the reply to the oldest pending call is overdue.
+
+        The event loop reads sockets before it runs timers, so a reply that arrived in time has
+        already been read.
+        """
+        self._timeout_timer = None
+        if not self._pending:
             return
-        deadline = self._waiting[0].deadline
+        deadline = self._pending[0].deadline
         if deadline > self._loop.time():
-            self._watch = self._loop.call_at(deadline, self._check)
+            self._timeout_timer = self._loop.call_at(deadline, self._check_timeout)
             return
-        self._lose(exceptions.TimeoutError("the server did not answer in time"))
+        self._lose(exceptions.TimeoutError("the server did not reply in time"))
         self._transport.abort()
 
-    # Answers
+    # Replies
 
     def data_received(self, data: bytes) -> None:
-        """Give each answer to whoever waits for it."""
+        """Parse replies and complete the calls that wait for them."""
         self._parser.feed(data)
         try:
-            while (reply := self._parser.gets()) is not _MORE:
-                self._answer(reply)
+            while (reply := self._parser.gets()) is not _INCOMPLETE:
+                self._handle_reply(reply)
         except exceptions.InvalidResponse as error:
             self._lose(error)
             self._transport.abort()
 
-    def _answer(self, reply: Reply) -> None:
-        if not self._waiting:
-            raise exceptions.InvalidResponse("an answer that nobody asked for")
-        call = self._waiting[0]
+    def _handle_reply(self, reply: Reply) -> None:
+        if not self._pending:
+            raise exceptions.InvalidResponse("the server sent a reply to no command")
+        call = self._pending[0]
         if call.count is not None:
             call.replies.append(reply)
             if len(call.replies) < call.count:
                 return
             reply = call.replies
-        self._waiting.popleft()
+        self._pending.popleft()
         if call.future.done():
-            return  # whoever asked gave up
+            return  # the caller was cancelled
         if isinstance(reply, Exception):
             call.future.set_exception(reply)
         else:
             call.future.set_result(reply)
 
-    # The end
+    # Closing
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody who waits will be answered."""
+        """Fail all pending calls."""
         text = str(exc) if exc is not None else "the server closed the connection"
         self._lose(exceptions.ConnectionError(text))
-        if not self._gone.done():
-            self._gone.set_result(None)
+        if not self._closed.done():
+            self._closed.set_result(None)
 
     def _lose(self, error: Exception) -> None:
         if self.lost is not None:
             return
         self.lost = error
-        if self._watch is not None:
-            self._watch.cancel()
-        while self._waiting:
-            future = self._waiting.popleft().future
+        if self._timeout_timer is not None:
+            self._timeout_timer.cancel()
+        while self._pending:
+            future = self._pending.popleft().future
             if not future.done():
                 future.set_exception(error)
 
     async def aclose(self) -> None:
-        """Hang up; idempotent."""
-        self._lose(exceptions.ConnectionError("the connection was closed here"))
+        """Close the connection; idempotent."""
+        self._lose(exceptions.ConnectionError("qkit closed the connection"))
         self._transport.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                await asyncio.shield(self._gone)
+                await asyncio.shield(self._closed)
                 return
         self._transport.abort()
 
@@ -164,15 +186,16 @@ Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def _take_stream(connection: AbstractConnection) -> Stream:
-    """Take the open stream out of a connection of redis-py, which must not use it afterwards.
+    """Take the open stream from a redis-py connection, which must not be used afterwards.
 
-    redis-py gives no public access to it. Tested with redis-py 8.1.
+    redis-py has no public API for this. Tested with redis-py 8.1.
     """
     try:
         reader, writer = connection._reader, connection._writer  # pyright: ignore[reportPrivateUsage]  # see above
     except AttributeError as error:
         raise exceptions.RedisError(
-            f"qkit cannot use redis-py {redis.__version__}: install an older version"
+            f"redis-py {redis.__version__} is not supported: install a version that qkit is "
+            "tested with, such as 8.1"
         ) from error
     assert reader is not None
     assert writer is not None

@@ -1,4 +1,4 @@
-"""What every error of the Redis driver, or of the server, means here."""
+"""Translation of redis-py and Redis server errors into ``QueueError``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["BACKEND", "DRIVER_ERRORS", "queue_not_found", "to_queue_error", "tra
 BACKEND: Final = "redis"
 
 DRIVER_ERRORS: Final = (exceptions.RedisError, OSError, EOFError, ssl.SSLError)
-"""All that the driver may raise; a time-out of asyncio is an ``OSError``."""
+"""Exceptions that the driver may raise; ``TimeoutError`` is included as an ``OSError``."""
 
 
 def queue_not_found(queue: str, operation: str) -> QueueNotFound:
-    """The error for a queue without a declaration on the server."""
+    """Return the error for a queue that is not declared on the server."""
     return QueueNotFound(
-        f"there is no queue {queue!r} on this Redis: declare it, or send to it first",
+        f"queue {queue!r} does not exist on this Redis server: declare it or send to it first",
         backend=BACKEND,
         operation=operation,
         queue=queue,
@@ -31,51 +31,73 @@ def queue_not_found(queue: str, operation: str) -> QueueNotFound:
 
 
 def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
-    said = str(error)
+    reply = str(error)
     for code, (kind, text) in _CODES.items():
-        if re.search(rf"\b{code}\b", said[:300]):  # before Redis 7 a script's error is wrapped
-            return kind, f"{text} ({said[:200]})"
+        # Not only at the start: before Redis 7, errors of commands in scripts have a prefix.
+        if re.search(rf"\b{code}\b", reply[:300]):
+            return kind, f"{text} ({reply[:200]})"
     match error:
         case exceptions.AuthenticationError() | exceptions.AuthorizationError():
-            return BackendUnavailable, "Redis refuses the login: check user and password in the url"
+            return (
+                BackendUnavailable,
+                "Redis rejected the login: check the user and password in url",
+            )
         case exceptions.NoPermissionError():
-            return ConfigError, f"the user may not do this on Redis: {said[:200]}"
+            return ConfigError, f"the Redis user lacks a permission: {reply[:200]}"
         case exceptions.OutOfMemoryError():
-            return QueueFull, "Redis is out of memory: consume some, or raise its maxmemory"
+            return QueueFull, "Redis is out of memory: consume messages or raise its maxmemory"
         case exceptions.ReadOnlyError():
-            return BackendUnavailable, "this Redis is a read-only replica: connect to its primary"
+            return (
+                BackendUnavailable,
+                "the server is a read-only replica: connect to its primary",
+            )
         case exceptions.TimeoutError() | TimeoutError():
-            return BackendUnavailable, "Redis did not answer in time"
+            return BackendUnavailable, "Redis did not reply in time"
         case exceptions.BusyLoadingError():
             return BackendUnavailable, "Redis is still loading its data"
         case exceptions.InvalidResponse():
-            return BackendUnavailable, "what answers there does not speak Redis's protocol"
+            return BackendUnavailable, "the server sent an invalid Redis reply: check url"
         case exceptions.ConnectionError() | OSError() | EOFError():
-            return BackendUnavailable, f"the connection to Redis failed: {said[:200]}"
+            return BackendUnavailable, f"the connection to Redis failed: {reply[:200]}"
         case _:
-            return QueueError, f"Redis refused: {said[:200]}"
+            return QueueError, f"Redis returned an error: {reply[:200]}"
 
 
 _CODES: Final[Mapping[str, tuple[type[QueueError], str]]] = {
-    "OOM": (QueueFull, "Redis is out of memory: consume some, or raise its maxmemory"),
-    "WRONGTYPE": (ConfigError, "a key of this name is no list: choose another name or a prefix"),
-    "NOPERM": (ConfigError, "the user may not do this on Redis: see the rules in docs/redis.md"),
-    "NOAUTH": (BackendUnavailable, "Redis wants a login: put user and password into the url"),
-    "WRONGPASS": (BackendUnavailable, "Redis refuses the login: check user and password"),
-    "READONLY": (BackendUnavailable, "this Redis is a read-only replica: connect to its primary"),
+    "OOM": (QueueFull, "Redis is out of memory: consume messages or raise its maxmemory"),
+    "WRONGTYPE": (ConfigError, "a key with this name is not a list: use another name or a prefix"),
+    "NOPERM": (ConfigError, "the Redis user lacks a permission: see docs/redis.md"),
+    "NOAUTH": (BackendUnavailable, "Redis requires a login: add the user and password to url"),
+    "WRONGPASS": (
+        BackendUnavailable,
+        "Redis rejected the login: check the user and password in url",
+    ),
+    "READONLY": (
+        BackendUnavailable,
+        "the server is a read-only replica: connect to its primary",
+    ),
     "LOADING": (BackendUnavailable, "Redis is still loading its data"),
-    "MASTERDOWN": (BackendUnavailable, "the replica has lost its primary"),
+    "MASTERDOWN": (BackendUnavailable, "the replica has lost the connection to its primary"),
     "CLUSTERDOWN": (BackendUnavailable, "the cluster is down"),
-    "MOVED": (ConfigError, "this is a node of a cluster, which qkit cannot use yet"),
-    "ASK": (ConfigError, "this is a node of a cluster, which qkit cannot use yet"),
-    "CROSSSLOT": (ConfigError, "this is a node of a cluster, which qkit cannot use yet"),
-    "TRYAGAIN": (BackendUnavailable, "the cluster moves this key at the moment"),
-    "MISCONF": (BackendUnavailable, "Redis cannot save to its disk and takes nothing"),
-    "NOREPLICAS": (BackendUnavailable, "Redis has too few replicas to write"),
-    "UNBLOCKED": (BackendUnavailable, "Redis changed its role while a consumer was parked"),
-    "BUSY": (BackendUnavailable, "Redis is busy with a script"),
-    "max number of clients reached": (BackendUnavailable, "Redis takes no more connections"),
-    "unknown command": (ConfigError, "this Redis is too old: qkit needs 6.2 or Valkey"),
+    "MOVED": (ConfigError, "the server is part of a Redis Cluster, which qkit does not support"),
+    "ASK": (ConfigError, "the server is part of a Redis Cluster, which qkit does not support"),
+    "CROSSSLOT": (
+        ConfigError,
+        "the server is part of a Redis Cluster, which qkit does not support",
+    ),
+    "TRYAGAIN": (BackendUnavailable, "the cluster is moving this key to another node"),
+    "MISCONF": (BackendUnavailable, "Redis cannot write to its disk and rejects writes"),
+    "NOREPLICAS": (BackendUnavailable, "Redis has too few replicas to accept writes"),
+    "UNBLOCKED": (BackendUnavailable, "Redis changed its role while a consumer was waiting"),
+    "BUSY": (BackendUnavailable, "Redis is busy running a script"),
+    "max number of clients reached": (
+        BackendUnavailable,
+        "Redis has reached its maximum number of connections",
+    ),
+    "unknown command": (
+        ConfigError,
+        "this server is too old: qkit requires Redis 6.2 or later, or Valkey",
+    ),
 }
 
 translate_errors: Final = ErrorTranslator(BACKEND, DRIVER_ERRORS, _meaning)

@@ -1,4 +1,4 @@
-"""Names of the keys of a queue or a topic's group, and the KEYS of each script."""
+"""Redis key names of queues, topics and groups, and the KEYS of the scripts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Final
 
 __all__ = ["MIN_LEVELS", "QUEUES", "QueueKeys"]
 
-QUEUES: Final = "qkit:queues"  # the names of all queues; a channel's name cannot hold a colon
-MIN_LEVELS: Final = 10  # priorities 0 to 9, unless a queue's max_priority is higher
+QUEUES: Final = "qkit:queues"  # set of all queue names; channel names cannot contain a colon
+MIN_LEVELS: Final = 10  # priorities 0 to 9; a queue with a higher max_priority has more levels
 
 
 class QueueKeys:
@@ -41,19 +41,19 @@ class QueueKeys:
         tag = f"{{{queue}}}"
         base = tag if group is None else f"{tag}:g.{group}"
         self._base = base
-        self.queue = queue
-        self.group = group
-        self.meta = f"{tag}:meta"
-        self.group_names = f"{tag}:groups"
-        self.ingress = queue if group is None else base
-        self.arrived = f"{base}:in"
-        self.due = f"{base}:due"
-        self.lease = f"{base}:lease"
-        self.msg = f"{base}:msg"
-        self.held_keys = (self.lease, self.msg)
-        self.lease_keys = (self.lease,)
-        self.declaration_keys = (self.meta, self.ingress)
-        self.plain_keys = (
+        self.queue: str = queue
+        self.group: str | None = group
+        self.meta: str = f"{tag}:meta"
+        self.group_names: str = f"{tag}:groups"
+        self.ingress: str = queue if group is None else base
+        self.arrived: str = f"{base}:in"
+        self.due: str = f"{base}:due"
+        self.lease: str = f"{base}:lease"
+        self.msg: str = f"{base}:msg"
+        self.held_keys: tuple[str, str] = (self.lease, self.msg)
+        self.lease_keys: tuple[str] = (self.lease,)
+        self.declaration_keys: tuple[str, str] = (self.meta, self.ingress)
+        self.plain_keys: tuple[str, str, str, str, str, str] = (
             self.meta,
             self.ingress,
             self.arrived,
@@ -64,16 +64,16 @@ class QueueKeys:
 
     @staticmethod
     def of(queue: str) -> QueueKeys:
-        """A queue, or a topic as a whole; other programs find it under its own name."""
+        """Return the keys of a queue or of a whole topic."""
         return _keys(queue)
 
     def of_group(self, group: str) -> QueueKeys:
-        """What a group of this topic receives."""
+        """Return the keys of a group of this topic."""
         return QueueKeys(self.queue, group)
 
     @property
     def client(self) -> str:
-        """Name of a consumer's connection on the server; ``stats`` counts consumers by it.
+        """Client name of a consumer's connection, which ``stats`` uses to count consumers.
 
         >>> QueueKeys.of("prices").of_group("mail").client
         'qkit:prices:mail'
@@ -81,29 +81,31 @@ class QueueKeys:
         return f"qkit:{self.queue}" if self.group is None else f"qkit:{self.queue}:{self.group}"
 
     def part_keys(self, levels: int) -> tuple[str, ...]:
-        """KEYS of the scripts on one part (see ``library.lua``).
+        """Return the KEYS of the scripts that work on one part (see ``library.lua``).
 
         Args:
-            levels: Number of priorities, from 0.
+            levels: Number of priorities; the lowest is 0.
         """
         return _part_keys(self, levels)
 
     def whole_keys(self, levels: int, groups: tuple[str, ...]) -> tuple[str, ...]:
-        """KEYS of the scripts on a whole queue or topic (see ``library.lua``).
+        """Return the KEYS of the scripts that work on a whole queue or topic.
+
+        ``library.lua`` describes their order.
 
         Args:
-            levels: Number of priorities, from 0.
-            groups: Names of groups.
+            levels: Number of priorities; the lowest is 0.
+            groups: Names of the topic's groups.
         """
         return _whole_keys(self, levels, groups)
 
     def part(self, levels: int) -> tuple[str, ...]:
-        """The keys of one part, in the order of ``library.lua``."""
+        """Return the keys of one part in the order that ``library.lua`` expects."""
         ready = [f"{self._base}:p{level}" for level in range(levels)]
         return self.ingress, self.arrived, self.due, self.lease, self.msg, *ready
 
 
-# To build the names costs more than to look them up.
+# Cached because the names are needed for every call.
 @lru_cache(maxsize=512)
 def _keys(queue: str) -> QueueKeys:
     return QueueKeys(queue)

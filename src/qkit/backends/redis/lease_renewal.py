@@ -1,4 +1,4 @@
-"""The leases of a subscription to Redis, renewed by a thread while the loop is blocked."""
+"""Lease renewal for a Redis subscription while the event loop is blocked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ __all__ = ["RedisLeaseRenewal"]
 
 
 class RedisLeaseRenewal(LeaseRenewal):
-    """``held`` is the subscription's own dict of tokens; all its leases have one length."""
+    """Lease renewal thread of one subscription.
+
+    Args:
+        parameters: Parameters of the thread's connection.
+        keys: Keys of the subscription's queue or group.
+        lease: Length of every lease in seconds.
+        held: Dict of the subscription, with the tokens of held deliveries as keys; the loop's
+            thread modifies it.
+    """
 
     def __init__(
         self,
@@ -37,12 +45,16 @@ class RedisLeaseRenewal(LeaseRenewal):
         self._held = held
         self._client: redis.Redis | None = None
 
-    def shortest(self) -> float:
-        """The lease, if anything is held."""
+    def shortest_lease(self) -> float:
+        """Return the length of a lease in seconds; infinity if none is held."""
         return self._lease if self._held else math.inf
 
     def renew(self, timeout: float) -> None:
-        """One script for all of them."""
+        """Renew all leases with one script call; a failure is logged and not raised.
+
+        Args:
+            timeout: Seconds to wait for the server, at least 0.05; set when connecting.
+        """
         milliseconds = round(self._lease * 1000)
         arguments: list[CommandArgument] = []
         for token in self._held.copy():
@@ -51,15 +63,15 @@ class RedisLeaseRenewal(LeaseRenewal):
         try:
             if self._client is None:
                 self._client = self._connect(timeout)
-            self._client.execute_command(  # type: ignore[no-untyped-call]  # theirs
+            self._client.execute_command(  # type: ignore[no-untyped-call]  # redis-py is partly untyped
                 "EVAL", lifecycle.EXTEND.source, len(script_keys), *script_keys, *arguments
             )
         except DRIVER_ERRORS as error:
-            self.hang_up()
-            logger.warning("leases could not be renewed while the loop is blocked: %s", error)
+            self.disconnect()
+            logger.warning("could not renew leases while the event loop is blocked: %s", error)
 
     def _connect(self, timeout: float) -> redis.Redis:
-        return redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]  # theirs
+        return redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]  # redis-py is partly untyped
             self._parameters.url,
             single_connection_client=True,
             socket_timeout=max(0.05, timeout),
@@ -67,8 +79,8 @@ class RedisLeaseRenewal(LeaseRenewal):
             **self._parameters.options(),
         )
 
-    def hang_up(self) -> None:
-        """Close the connection."""
+    def disconnect(self) -> None:
+        """Close the renewal connection."""
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(*DRIVER_ERRORS):

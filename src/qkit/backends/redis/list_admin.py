@@ -1,4 +1,4 @@
-"""Administration of Redis lists: list queues, show statistics, read, empty and delete."""
+"""Administration of Redis lists: list queues, read figures, peek, purge, remove and delete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qkit.message import GROUP, Envelope
 
 __all__ = ["ListAdmin"]
 
-BATCH: Final = 500  # ids in one call of a script
+BATCH: Final = 500  # ids per script call
 
 
 class ListAdmin:
@@ -27,7 +27,7 @@ class ListAdmin:
 
     Args:
         connection: Connection for commands.
-        scripts: Runs scripts on whole queues.
+        scripts: Runner of scripts on queues and topics.
     """
 
     def __init__(self, connection: ReconnectingConnection, scripts: QueueScripts) -> None:
@@ -35,15 +35,15 @@ class ListAdmin:
         self._scripts = scripts
 
     async def queues(self) -> list[str]:
-        """The names of all queues and topics that were declared on this server."""
+        """Return the names of all queues and topics declared on this server, sorted."""
         with translate_errors("queues"):
             return sorted(
                 name.decode() for name in await self._connection.command("SMEMBERS", QUEUES)
             )
 
     async def stats(self, queue: str) -> QueueStats:
-        """The queue's figures now; a topic's are the sums of its groups'."""
-        ready, held, scheduled = await self._ask(admin.STATS, queue, "stats")
+        """Return the queue's figures; for a topic, the sums over its groups."""
+        ready, held, scheduled = await self._run(admin.STATS, queue, "stats")
         return QueueStats(
             queue=queue,
             depth=ready,
@@ -53,47 +53,47 @@ class ListAdmin:
         )
 
     async def _consumers(self, queue: str) -> int | None:
-        """How many subscriptions the server has a connection of, by the names they gave it."""
+        """Count consumers by the client names of their connections; ``None`` if not permitted."""
         try:
             with translate_errors("stats", queue):
                 clients: bytes = await self._connection.command("CLIENT", "LIST", "TYPE", "normal")
-        except ConfigError:  # this user may not ask
+        except ConfigError:  # the user lacks the permission client|list
             return None
         name = re.escape(QueueKeys.of(queue).client)
         return len(re.findall(rf" name={name}[: ]".encode(), clients))
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """The next messages in order of delivery, delayed ones last."""
-        found = await self._ask(admin.PEEK, queue, "peek", limit)
+        """Return up to ``limit`` messages in delivery order, scheduled messages last."""
+        found = await self._run(admin.PEEK, queue, "peek", limit)
         envelopes: list[Envelope] = []
-        for at in range(0, len(found), 2):
-            envelope = codec.decode(found[at + 1])
-            if found[at]:
-                envelope.headers[GROUP] = found[at].decode()
+        for i in range(0, len(found), 2):
+            envelope = codec.decode(found[i + 1])
+            if found[i]:
+                envelope.headers[GROUP] = found[i].decode()
             envelopes.append(envelope)
         return envelopes
 
     async def purge(self, queue: str) -> int:
-        """Delete every message that no consumer holds; return how many."""
-        return int(await self._ask(admin.PURGE, queue, "purge"))
+        """Delete every message that is not in flight; return the number deleted."""
+        return int(await self._run(admin.PURGE, queue, "purge"))
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Delete these messages unless a consumer holds them; return how many were there."""
-        gone = 0
-        for at in range(0, len(ids), BATCH):
-            some = [codec.wire_id(id) for id in ids[at : at + BATCH]]
-            gone += int(await self._ask(admin.REMOVE, queue, "remove", *some))
-        return gone
+        """Delete the messages with these ids that are not in flight; return the number deleted."""
+        removed = 0
+        for start in range(0, len(ids), BATCH):
+            batch = [codec.wire_id(id) for id in ids[start : start + BATCH]]
+            removed += int(await self._run(admin.REMOVE, queue, "remove", *batch))
+        return removed
 
     async def delete(self, queue: str) -> None:
-        """Delete the queue with all that is in it."""
-        await self._ask(admin.DELETE, queue, "delete")
+        """Delete the queue and all its messages."""
+        await self._run(admin.DELETE, queue, "delete")
         with translate_errors("delete", queue):
             await self._connection.command("SREM", QUEUES, queue)
 
-    async def _ask(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
+    async def _run(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
         with translate_errors(operation, queue):
-            answer = await self._scripts.run_whole(script, queue, *arguments)
-        if answer is None:
+            reply = await self._scripts.run_whole(script, queue, *arguments)
+        if reply is None:
             raise queue_not_found(queue, operation)
-        return answer
+        return reply

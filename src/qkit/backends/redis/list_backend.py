@@ -1,4 +1,4 @@
-"""The Redis list backend: queues with leases, priorities and delays in plain Redis lists."""
+"""Redis list backend: queues and topics with leases, priorities and delays."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ __all__ = ["RedisListBackend", "from_settings"]
 
 
 class RedisListBackend:
-    """The whole boundary on Redis 6.2 or later, or Valkey.
+    """``Backend`` and ``Admin`` on the lists of Redis 6.2 or later, or Valkey.
 
-    ``replicas`` counts the server itself: with 2 a send returns once one replica has it too.
-    Without ``reliable`` a message is gone from the server once a consumer has it: at most once.
+    Args:
+        parameters: Connection parameters, or a URL.
+        clock: Clock of the service; the system clock by default.
+        ack_deadline: Length of a lease in seconds, for subscriptions that do not set their own.
+        replicas: Number of servers, including the primary, that must store a message before
+            ``publish`` returns.
+        reliable: Whether to deliver with leases. If false, delivery removes a message from the
+            server, so it is delivered at most once.
 
     >>> backend = RedisListBackend("redis://localhost:6379/0")
     >>> backend.capabilities.supports("lease")
@@ -55,7 +61,7 @@ class RedisListBackend:
         self._reliable = reliable
         if not reliable:
             self.capabilities = MATRIX["redis-list-unreliable"]
-        self.connection = ReconnectingConnection(
+        self.connection: ReconnectingConnection = ReconnectingConnection(
             parameters
             if isinstance(parameters, ConnectionParameters)
             else ConnectionParameters(parameters)
@@ -70,7 +76,12 @@ class RedisListBackend:
     # Backend
 
     async def start(self) -> None:
-        """Connect, or raise ``BackendUnavailable``; ``ConfigError`` if the replicas are missing."""
+        """Connect to the server.
+
+        Raises:
+            BackendUnavailable: The server does not respond.
+            ConfigError: The server has fewer replicas than ``replicas`` requires.
+        """
         self.connection.connect()
         try:
             await self.ping()
@@ -81,10 +92,15 @@ class RedisListBackend:
             raise
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists, and set what the spec sets: the last declaration wins.
+        """Create the queue or topic if needed and set the fields given in the spec.
 
-        Raises ``ConfigError`` when it exists as the other kind, and with ``passive``
-        ``QueueNotFound`` when it does not exist.
+        If several declarations set the same field, the last one wins. If ``spec.again`` is set, an
+        existing queue is left unchanged.
+
+        Raises:
+            ConfigError: The queue exists with a different ``broadcast``, or the server has fewer
+                replicas than ``spec.replicas`` requires.
+            QueueNotFound: ``spec.passive`` is set and the queue does not exist.
         """
         with translate_errors("declare", spec.name):
             if spec.replicas > self._publisher.replicas:
@@ -100,19 +116,23 @@ class RedisListBackend:
             raise queue_not_found(spec.name, "declare")
         if found.decode() != kind:
             raise ConfigError(
-                f"{spec.name!r} was declared as a {found.decode()} and now as a {kind}: declare "
-                "it alike everywhere, or delete it first",
+                f"{spec.name!r} already exists as a {found.decode()} and cannot be declared as a "
+                f"{kind}: use the same kind everywhere, or delete it first",
                 backend=self.name,
                 operation="declare",
                 queue=spec.name,
             )
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
+        """Add messages in order.
+
+        Raises:
+            PartialSend: Some messages were not added; ``results`` has the outcome of each message.
+        """
         return await self._publisher.publish(queue, envelopes)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[ListSubscription]:
-        """Claim messages of a queue, or of a topic's group, which is declared by this."""
+        """Subscribe to a queue or to a group of a topic; create the group if it does not exist."""
         return self._subscription(spec)
 
     @asynccontextmanager
@@ -136,7 +156,7 @@ class RedisListBackend:
         try:
             yield subscription
         finally:
-            await run_to_completion(subscription.leave())  # what is held must go back
+            await run_to_completion(subscription.leave())  # even if cancelled: release deliveries
 
     def _lease(self, spec: SubscriptionSpec) -> float:
         if not self._reliable:
@@ -144,7 +164,7 @@ class RedisListBackend:
         return self._ack_deadline if spec.ack_deadline is None else max(0.001, spec.ack_deadline)
 
     async def _join(self, spec: SubscriptionSpec) -> QueueKeys:
-        """Where the subscription's messages lie; a topic's group begins to receive by this."""
+        """Return the keys to consume from; for a topic, create the group if needed."""
         keys = QueueKeys.of(spec.queue)
         kind = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group)
         if kind is None:
@@ -152,7 +172,7 @@ class RedisListBackend:
         return keys.of_group(spec.group) if kind == b"topic" else keys
 
     async def ping(self) -> None:
-        """Raise ``BackendUnavailable`` unless the server answers."""
+        """Check that the server responds; raise ``BackendUnavailable`` otherwise."""
         with translate_errors("ping"):
             await self.connection.command("PING")
 
@@ -163,12 +183,12 @@ class RedisListBackend:
     async def _check_replicas(self, wanted: int) -> None:
         with translate_errors("start"):
             info: bytes = await self.connection.command("INFO", "replication")
-        said = re.search(rb"^connected_slaves:(\d+)", info, re.MULTILINE)
-        connected = int(said[1]) if said else 0
+        match = re.search(rb"^connected_slaves:(\d+)", info, re.MULTILINE)
+        connected = int(match[1]) if match else 0
         if connected < wanted - 1:
             raise ConfigError(
-                f"replicas={wanted} needs {wanted - 1} replicas beside the primary and this Redis "
-                f"has {connected}: add some, or set replicas=1",
+                f"replicas={wanted} requires {wanted - 1} replicas in addition to the primary, but "
+                f"this Redis server has {connected}: add replicas, or lower replicas",
                 backend=self.name,
                 operation="start",
             )
@@ -176,34 +196,34 @@ class RedisListBackend:
     # Admin
 
     async def queues(self) -> list[str]:
-        """The names of all queues and topics that were declared on this server."""
+        """Return the names of all queues and topics declared on this server, sorted."""
         return await self._admin.queues()
 
     async def stats(self, queue: str) -> QueueStats:
-        """The queue's figures now; a topic's are the sums of its groups'."""
+        """Return the queue's figures; for a topic, the sums over its groups."""
         return await self._admin.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """The next messages in order of delivery, delayed ones last."""
+        """Return up to ``limit`` messages in delivery order, scheduled messages last."""
         return await self._admin.peek(queue, limit)
 
     async def purge(self, queue: str) -> int:
-        """Delete every message that no consumer holds; return how many."""
+        """Delete every message that is not in flight; return the number deleted."""
         return await self._admin.purge(queue)
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Delete these messages unless a consumer holds them; return how many were there."""
+        """Delete the messages with these ids that are not in flight; return the number deleted."""
         return await self._admin.remove(queue, ids)
 
     async def delete(self, queue: str) -> None:
-        """Delete the queue with all that is in it."""
+        """Delete the queue and all its messages."""
         await self._admin.delete(queue)
 
-    # DroppedLetterSource; not DeadLetterSource: an expired message is delivered, and the service
-    # writes the dead letter
+    # DroppedLetterSource, but not DeadLetterSource: this backend delivers expired messages, and the
+    # service dead-letters them.
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        """Call ``callback`` for each dead letter dropped because its queue was full."""
         self._drop_callbacks.append(callback)
 
     def _dropped(self, queue: str, content: bytes) -> None:
@@ -213,11 +233,11 @@ class RedisListBackend:
 
 
 def from_settings(settings: Settings, clock: Clock) -> RedisListBackend:
-    """Build the backend that the settings describe, not yet started.
+    """Create the backend that the settings describe; the caller starts it.
 
     Args:
         settings: Settings with ``type="redis"`` and ``mode="list"``.
-        clock: Time of the service.
+        clock: Clock of the service.
     """
     return RedisListBackend(
         ConnectionParameters.from_settings(settings),
@@ -229,17 +249,17 @@ def from_settings(settings: Settings, clock: Clock) -> RedisListBackend:
 
 
 def _declaration(spec: QueueSpec) -> list[str | int]:
-    """The default dead-letter queue, then the fields that are set, with their values.
+    """Return the default dead-letter queue, then the name and value of each field that is set.
 
-    Only earlier versions read the name of the dead-letter queue. It is still written because they
-    may consume the same queue while services are replaced one by one.
+    Only earlier versions of qkit read the name of the dead-letter queue. It is still written
+    because such a version may consume from the same queue during a rolling upgrade.
     """
-    letters = spec.dead_letter or ""
+    dead_letter = spec.dead_letter or ""
     fields: dict[str, str | int | None] = {
         "max_depth": spec.max_depth,
         "max_priority": spec.max_priority,
-        "dead_letter": letters if spec.consumed else None,
+        "dead_letter": dead_letter if spec.consumed else None,
         "drop_oldest": 1 if spec.drop_oldest else None,
     }
     given = {name: value for name, value in fields.items() if value is not None}
-    return [letters, *(word for field in given.items() for word in field)]
+    return [dead_letter, *(word for field in given.items() for word in field)]

@@ -1,4 +1,4 @@
-"""Publish messages to Redis lists, with or without confirmation by replicas."""
+"""Publisher for Redis lists, with or without confirmation by replicas."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from qkit.message import GROUP, Envelope, Sent
 
 __all__ = ["ListPublisher"]
 
-QUEUE_FULL: Final = -2  # reply of SEND for one message
-USE_GENERAL_SCRIPT: Final = -1  # reply of SEND_PLAIN: it cannot send these messages, use SEND
+QUEUE_FULL: Final = -2  # result of SEND for a message that was not added
+USE_GENERAL_SCRIPT: Final = -1  # reply of SEND_PLAIN: nothing was sent, use SEND
 
 
 class ListPublisher:
-    """Adds messages to queues and topics.
+    """Publisher that adds messages to queues and topics.
 
     Args:
         connection: Connection for scripts and commands.
-        scripts: Runs scripts on whole queues.
-        replicas: Number of servers that must have a message before a send returns; counts the
-            primary itself.
-        on_evicted: Called with queue and frame of each message that was dropped to make room.
+        scripts: Runner of scripts on queues and topics.
+        replicas: Number of servers, including the primary, that must store a message before
+            ``publish`` returns.
+        on_evicted: Called with the queue and frame of each message that was dropped because its
+            queue was full.
     """
 
     def __init__(
@@ -48,7 +49,11 @@ class ListPublisher:
         self._on_evicted = on_evicted
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
+        """Add messages in order.
+
+        Raises:
+            PartialSend: Some messages were not added; ``results`` has the outcome of each message.
+        """
         results: list[Sent | QueueError] = []
         for batch in codec.batches(envelopes):
             try:
@@ -81,7 +86,7 @@ class ListPublisher:
     ) -> list[Sent | QueueError]:
         arguments: list[str | int | bytes] = []
         groups: set[str] = set()
-        # In a queue of dead letters the header is a fact like the others.
+        # Only a topic routes by GROUP; in a dead-letter queue it is an ordinary header.
         topic = any(GROUP in item.headers for item in envelopes) and await self._is_topic(queue)
         for item in envelopes:
             group = item.headers.get(GROUP, "") if topic else ""
@@ -91,12 +96,12 @@ class ListPublisher:
                 item = replace(item, headers=headers)
             priority = "" if item.priority is None else item.priority
             arguments += (group, priority, codec.milliseconds(item.not_before), codec.encode(item))
-        answer = await self._scripts.run_whole(
+        reply = await self._scripts.run_whole(
             lifecycle.SEND, queue, *arguments, groups=sorted(groups), run=self._confirmed
         )
-        if answer is None:
+        if reply is None:
             raise queue_not_found(queue, "publish")
-        positions, evicted = answer
+        positions, evicted = reply
         for content in evicted:
             self._on_evicted(queue, content)
         return [
@@ -113,22 +118,22 @@ class ListPublisher:
         return kind == b"topic"
 
     async def _confirmed(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
-        """Run a script and wait for the replicas; ``keys[1]`` is the queue."""
+        """Run a script and wait until the replicas confirm it; ``keys[1]`` is the queue's name."""
         if self.replicas == 1:
             return await self._connection.run(script, keys, *arguments)
         wait = self._connection.parameters.timeout / 2
-        answer, copies = await self._connection.run_and_wait(
+        reply, copies = await self._connection.run_and_wait(
             script, keys, arguments, self.replicas - 1, wait
         )
-        if answer not in (None, USE_GENERAL_SCRIPT, STALE_KEYS) and copies < self.replicas - 1:
+        if reply not in (None, USE_GENERAL_SCRIPT, STALE_KEYS) and copies < self.replicas - 1:
             raise SendTimeout(
-                f"Redis has the messages, but only {copies} of {self.replicas - 1} replicas "
-                f"confirmed them within {wait:g} s: they may be lost if it fails now",
+                f"the primary stored the messages, but only {copies} of {self.replicas - 1} "
+                f"replicas confirmed them within {wait:g} s: they may be lost if the primary fails",
                 backend=BACKEND,
                 operation="publish",
                 queue=keys[1],
             )
-        return answer
+        return reply
 
 
 def _is_plain(envelope: Envelope) -> bool:

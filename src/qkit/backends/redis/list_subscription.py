@@ -1,4 +1,4 @@
-"""Subscription to a Redis list: claims in batches, blocks on the server, settles with leases."""
+"""Subscription to a Redis list: claims messages in batches, blocks on the server, settles."""
 
 from __future__ import annotations
 
@@ -26,20 +26,29 @@ from qkit.message import Envelope
 
 __all__ = ["ListSubscription"]
 
-# New messages end a blocking call at once. The limit is for leases that end and delays that are
-# over while no consumer waits for them. Retries may be a second late.
+# Maximum duration of a blocking call. A new message ends the call immediately, but an expired lease
+# or an elapsed delay does not, so a retry may be late by up to this time.
 MAX_BLOCK_SECONDS: Final = 1.0
-SHORT_BLOCK_SECONDS: Final = 0.2  # after a claim that left nothing, before asking what is due
-MAX_CLAIM: Final = 1_000  # messages in one claim or acknowledgement
-UNBLOCK_TIMEOUT_SECONDS: Final = 2.0  # to end a blocking command; then its connection is closed
+# Maximum duration after a claim that emptied the queue, because the next due time is unknown.
+SHORT_BLOCK_SECONDS: Final = 0.2
+MAX_CLAIM: Final = 1_000  # messages per claim or ack
+UNBLOCK_TIMEOUT_SECONDS: Final = 2.0  # for ending a blocking call before its connection is closed
 
 
 class ListSubscription:
-    """A live claim on a queue: at most ``prefetch`` unsettled deliveries.
+    """Subscription to a queue or group, with at most ``prefetch`` unsettled deliveries.
 
-    One task fetches: it claims, or waits on the server and claims what woke it. It outlives a
-    ``receive`` that was cancelled, because its answer may be a message. What was claimed for a
-    ``receive`` that is gone goes back, uncharged.
+    A single task fetches: it claims messages, or blocks on the server and then claims. The task
+    continues after a ``receive`` is cancelled, because its reply may contain messages. These are
+    returned to the queue without counting an attempt.
+
+    Args:
+        connection: Connection for commands.
+        scripts: Runner of scripts on queues and topics.
+        keys: Keys of the queue or group.
+        spec: Specification of the subscription.
+        lease: Length of a lease in seconds; 0 for no leases.
+        clock: Clock of the service.
     """
 
     def __init__(
@@ -58,13 +67,13 @@ class ListSubscription:
         self._prefetch = spec.prefetch
         self._lease = lease
         self._clock = clock
-        self.held: dict[str, float] = {}  # when the lease of each delivery ends, as we see it
+        self.held: dict[str, float] = {}  # end of each lease on the local clock, by token
         self._arrivals: Arrivals[Delivery] = Arrivals(
             unclaimed=self._return_claimed, left=self._cancel_slot_timer
         )
         self._fetching: asyncio.Task[None] | None = None
-        self._slot_timer: asyncio.TimerHandle | None = None  # set while a receive waits for a slot
-        self._drained = False  # the last claim left nothing behind
+        self._slot_timer: asyncio.TimerHandle | None = None  # set while receive waits for a slot
+        self._drained = False  # whether the last claim emptied the queue
         self._blocking_connection: PipelinedConnection | None = None
         self._blocking_connection_id = 0
         self._blocked_until = 0.0
@@ -73,28 +82,28 @@ class ListSubscription:
         self._lease_renewal = RedisLeaseRenewal(connection.parameters, keys, lease, self.held)
 
     async def open(self) -> None:
-        """Connect; to unblock the blocking connection its id is needed."""
+        """Open the blocking connection and read its id for ``CLIENT UNBLOCK``."""
         self._blocking_connection = await self._connection.parameters.open_connection()
-        number, _ = await self._blocking_connection.call_all(
+        # If SETNAME fails, the error is ignored, and stats does not count this consumer.
+        client_id, _ = await self._blocking_connection.call_all(
             [("CLIENT", "ID"), ("CLIENT", "SETNAME", self._keys.client)]
         )
-        if isinstance(number, Exception):
-            raise number
-        self._blocking_connection_id = int(
-            number
-        )  # a name that was refused only leaves it uncounted
+        if isinstance(client_id, Exception):
+            raise client_id
+        self._blocking_connection_id = int(client_id)
 
     # Receive
 
     async def receive(self, limit: int) -> list[Delivery]:
-        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+        """Wait for messages and return up to ``limit`` deliveries; an empty list once stopped.
 
-        Raises ``SubscriptionLost`` when the connection breaks or the queue is deleted.
+        Raises:
+            SubscriptionLost: The connection was lost or the queue was deleted.
         """
-        return await self._arrivals.take(limit, self._ask)
+        return await self._arrivals.take(limit, self._start_fetch)
 
-    def _ask(self, limit: int) -> None:
-        """Start a fetch, or a timer for the first slot if the prefetch is used up."""
+    def _start_fetch(self, limit: int) -> None:
+        """Start a fetch unless one is running; if no slot is free, wake when one becomes free."""
         self._cancel_slot_timer()
         if self._fetching is not None:
             return
@@ -115,12 +124,12 @@ class ListSubscription:
         try:
             wait = SHORT_BLOCK_SECONDS
             if self._drained:
-                await asyncio.sleep(0)  # first whoever waits for what the last claim brought
+                await asyncio.sleep(0)  # let the receivers of the last claim run first
             else:
                 wait = self._take(await self._claim(count), count)
             while self._arrivals.receivers and not self._arrivals and not self._stopped:
                 wait = self._take(await self._block(wait, count), count)
-        except Exception as error:  # any error has to end a receive
+        except Exception as error:  # any error must end a waiting receive
             self._arrivals.fail(self._lost(error), drop=False)
         finally:
             self._fetching = None
@@ -129,16 +138,16 @@ class ListSubscription:
                 self._return_claimed(self._arrivals.drain())
 
     async def _claim(self, count: int) -> Reply:
-        """Claim up to ``count`` messages."""
+        """Claim up to ``count`` messages; return the script's reply."""
         arguments = count, round(self._lease * 1000)
         claim = await self._scripts.run_part(lifecycle.CLAIM, self._keys, *arguments)
-        if claim == DISTRIBUTE_FIRST:  # another program pushed to the topic's own name
+        if claim == DISTRIBUTE_FIRST:  # another program pushed messages to the topic's key
             await self._scripts.run_whole(lifecycle.DISTRIBUTE, self._keys.queue)
             claim = await self._scripts.run_part(lifecycle.CLAIM, self._keys, *arguments, 1)
         return claim
 
     async def _block(self, seconds: float, count: int) -> Reply:
-        """Wait on the server for a message, then claim: both in one round trip."""
+        """Block on the server for up to ``seconds``, then claim, in one round trip."""
         assert self._blocking_connection is not None
         keys = self._keys
         script_keys, levels = self._scripts.part_call(keys)
@@ -165,60 +174,64 @@ class ListSubscription:
     def _lost(self, error: BaseException) -> SubscriptionLost:
         if isinstance(error, SubscriptionLost):
             return error
-        said = error.message if isinstance(error, QueueError) else to_queue_error(error, "").message
-        return subscription_broke(BACKEND, self._keys.queue, said, error)
+        reason = (
+            error.message if isinstance(error, QueueError) else to_queue_error(error, "").message
+        )
+        return subscription_broke(BACKEND, self._keys.queue, reason, error)
 
-    def _take(self, answer: Reply, count: int) -> float:
-        """Take over a claim; return how long to wait if it brought nothing.
+    def _take(self, reply: Reply, count: int) -> float:
+        """Buffer the deliveries of a claim; return how many seconds the next call may block.
 
-        What expired or crashed too often is delivered too: the service above dead-letters it.
+        Expired messages and messages that were delivered too often are delivered as well; the
+        service dead-letters them.
         """
-        if answer is None:
+        if reply is None:
             raise SubscriptionLost(
                 "the queue was deleted",
                 backend=BACKEND,
                 operation="receive",
                 queue=self._keys.queue,
             )
-        nearest, found = answer
+        next_due_ms, found = reply
         self._drained = 0 < len(found) < 2 * count
-        ends = self._clock.monotonic() + (self._lease or math.inf)
+        lease_end = self._clock.monotonic() + (self._lease or math.inf)
         claimed: list[Delivery] = []
-        for at in range(0, len(found), 2):
-            token = found[at].decode()
-            envelope = codec.decode(found[at + 1])
+        for i in range(0, len(found), 2):
+            token = found[i].decode()
+            envelope = codec.decode(found[i + 1])
             envelope.attempt += 1
-            self.held[token] = ends
+            self.held[token] = lease_end
             claimed.append(self._delivery(envelope, token))
         if claimed:
-            self._keep()
+            self._wake_lease_renewal()
             self._arrivals.put(claimed)
-        return MAX_BLOCK_SECONDS if nearest < 0 else min(MAX_BLOCK_SECONDS, nearest / 1000)
+        return MAX_BLOCK_SECONDS if next_due_ms < 0 else min(MAX_BLOCK_SECONDS, next_due_ms / 1000)
 
     def _delivery(self, envelope: Envelope, token: str) -> Delivery:
         return Delivery(envelope, self._keys.queue, token, self._lease)
 
-    def _keep(self) -> None:
+    def _wake_lease_renewal(self) -> None:
         self._lease_renewal.wake()
 
     def _slots(self) -> int:
-        """How many more may be held; what the server has long taken back takes no slot."""
+        """Free the slots of expired leases; return the number of free slots."""
         if len(self.held) >= self._prefetch:
-            # A whole lease later: while the loop was blocked the thread may have renewed it.
+            # Keep the slot for one more lease: the thread may have renewed it while the loop was
+            # blocked.
             past = self._clock.monotonic() - self._lease
             for token in [token for token, end in self.held.items() if end <= past]:
                 del self.held[token]
         return self._prefetch - len(self.held)
 
     def _return_claimed(self, claimed: list[Delivery]) -> None:
-        """Give back deliveries that no ``receive`` waits for."""
+        """Release deliveries that no ``receive`` took, without counting an attempt."""
         if claimed:
             self._settled([str(delivery.receipt) for delivery in claimed])
             self._spawn(self._put_back(self._returned(claimed)), "qkit redis return")
 
     def _returned(self, claimed: list[Delivery]) -> list[CommandArgument]:
-        """Return the script's arguments for deliveries that no consumer has received."""
-        return _as_they_were([str(delivery.receipt) for delivery in claimed])
+        """Return the RELEASE arguments for deliveries that no ``receive`` took."""
+        return _uncharged([str(delivery.receipt) for delivery in claimed])
 
     async def _put_back(self, arguments: list[CommandArgument]) -> None:
         if not arguments:
@@ -226,25 +239,25 @@ class ListSubscription:
         try:
             with translate_errors("release", self._keys.queue):
                 await self._scripts.run_part(lifecycle.RELEASE, self._keys, *arguments)
-        except QueueError as error:  # their leases end by themselves
-            logger.warning("%s: messages could not be given back: %s", self._keys.queue, error)
+        except QueueError as error:  # leases that are not released expire
+            logger.warning("%s: could not release messages: %s", self._keys.queue, error)
 
     # Settle
 
     async def ack(self, delivery: Delivery) -> None:
-        """Remove the message: the work is done."""
+        """Remove the message from the queue."""
         token = delivery.receipt_of(str, BACKEND, "ack")
         await self._settle("ack", delivery, self._ack_all([token]))
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
-        """Remove several messages in one round trip."""
+        """Remove several messages with few round trips; return each message's error or ``None``."""
         tokens = [delivery.receipt_of(str, BACKEND, "ack") for delivery in deliveries]
         done: list[int] = []
-        for at in range(0, len(tokens), MAX_CLAIM):
-            done += await self._ack_all(tokens[at : at + MAX_CLAIM])
+        for start in range(0, len(tokens), MAX_CLAIM):
+            done += await self._ack_all(tokens[start : start + MAX_CLAIM])
         results: list[QueueError | None] = [
-            None if there else self._late(delivery, token, "ack")
-            for delivery, token, there in zip(deliveries, tokens, done, strict=True)
+            None if acked else self._late(delivery, token, "ack")
+            for delivery, token, acked in zip(deliveries, tokens, done, strict=True)
         ]
         for delivery, error in zip(deliveries, results, strict=True):
             if error is None:
@@ -255,14 +268,14 @@ class ListSubscription:
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
-        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        """Return the message to the queue after ``delay`` seconds, with the envelope's headers."""
         token = delivery.receipt_of(str, BACKEND, "release")
         envelope = delivery.envelope
         content = codec.encode(envelope, envelope.attempt - (not count_attempt), scheduled=False)
         await self._settle("release", delivery, self._release(token, delay, content))
         due = self._clock.monotonic() + delay
         if delay > 0 and due < self._blocked_until:
-            await self._unblock()  # the wait was measured before this was known
+            await self._unblock()  # otherwise the call would still block when the message is due
 
     async def _release(self, token: str, delay: float, content: bytes) -> list[int]:
         milliseconds = _ms(delay) if delay > 0 else 0
@@ -273,7 +286,7 @@ class ListSubscription:
         return done
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
-        """Move the end of the lease to ``seconds`` from now."""
+        """Extend the lease so that it ends ``seconds`` from now."""
         delivery.receipt_of(str, BACKEND, "extend")
         (error,) = await self.extend_many([delivery], seconds)
         if error is not None:
@@ -282,10 +295,14 @@ class ListSubscription:
     async def extend_many(
         self, deliveries: Sequence[Delivery], seconds: float
     ) -> list[QueueError | None]:
-        """Move the ends of several leases to ``seconds`` from now in one round trip."""
+        """Extend several leases so that they end ``seconds`` from now.
+
+        Returns:
+            For each delivery, in order, its error or ``None``.
+        """
         results: list[QueueError | None] = []
-        for at in range(0, len(deliveries), MAX_CLAIM):
-            results += await self._extend_all(deliveries[at : at + MAX_CLAIM], seconds)
+        for start in range(0, len(deliveries), MAX_CLAIM):
+            results += await self._extend_all(deliveries[start : start + MAX_CLAIM], seconds)
         return results
 
     async def _extend_all(
@@ -335,10 +352,10 @@ class ListSubscription:
             )
         return [1] * done if isinstance(done, int) else done
 
-    # The end
+    # Stop and close
 
     async def stop(self) -> None:
-        """Fetch no more and wake a waiting ``receive``; what was delivered can be settled."""
+        """Stop fetching and wake a waiting ``receive``; held deliveries can still be settled."""
         if self._stopped:
             return
         self._stopped = True
@@ -348,7 +365,8 @@ class ListSubscription:
             async with asyncio.timeout(UNBLOCK_TIMEOUT_SECONDS):
                 while (fetching := self._fetching) is not None:
                     await self._unblock()
-                    await asyncio.wait({fetching}, timeout=0.1)  # it may have come too early
+                    # Repeated, because an UNBLOCK before the blocking command has no effect.
+                    await asyncio.wait({fetching}, timeout=0.1)
         if self._fetching is not None and self._blocking_connection is not None:
             await self._blocking_connection.aclose()
 
@@ -357,12 +375,14 @@ class ListSubscription:
             await self._connection.command("CLIENT", "UNBLOCK", self._blocking_connection_id)
 
     async def leave(self) -> None:
-        """Stop, give back what is held, and disconnect."""
+        """Stop, release all held deliveries and disconnect."""
         try:
             await self.stop()
             while self._tasks:
                 await asyncio.wait(self._tasks)
-            await self._give_back()  # after what was claimed later: each goes to the front
+            # Release these last: a release puts messages at the front of the queue, and these are
+            # the oldest.
+            await self._release_held()
         finally:
             self._lease_renewal.close()
             if self._blocking_connection is not None:
@@ -370,10 +390,10 @@ class ListSubscription:
             if self._fetching is not None:
                 self._fetching.cancel()
 
-    async def _give_back(self) -> None:
+    async def _release_held(self) -> None:
         held = list(self.held)
         self._settled(held)
-        await self._put_back(_as_they_were(held))
+        await self._put_back(_uncharged(held))
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -385,8 +405,9 @@ def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _as_they_were(tokens: list[str]) -> list[CommandArgument]:
+def _uncharged(tokens: list[str]) -> list[CommandArgument]:
+    """Return the RELEASE arguments that return messages without counting an attempt."""
     arguments: list[CommandArgument] = []
-    for token in reversed(tokens):  # each goes to the front
+    for token in reversed(tokens):  # because each message goes to the front of the queue
         arguments += [token, 0, ""]
     return arguments

@@ -1,4 +1,4 @@
-"""The Redis pub/sub backend: every subscriber hears every message, at most once."""
+"""Redis pub/sub backend: every subscriber receives every message, at most once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ __all__ = ["RedisPubSubBackend", "from_settings"]
 
 
 class RedisPubSubBackend:
-    """``PUBLISH`` and ``SUBSCRIBE``: a message that nobody hears is gone, which is no error.
+    """``Backend`` and ``Admin`` on ``PUBLISH`` and ``SUBSCRIBE``.
 
-    Such messages are counted in ``unheard`` and logged.
+    A topic (``QueueSpec.broadcast``) is a Redis channel, whose messages the server does not store.
+    A message published without a subscriber is lost. This is not an error, but it is logged and
+    counted in ``unheard``. A queue is a list without leases. Dead letters are stored in such
+    queues, so they can be listed and replayed.
 
-    A topic (``QueueSpec.broadcast``) is a channel of Redis, and nothing of it is on the server. A
-    queue is a list without leases: the dead letters are kept there, and so can be listed and sent
-    again.
+    Args:
+        parameters: Connection parameters, or a URL.
+        clock: Clock of the service; the system clock by default.
 
     >>> backend = RedisPubSubBackend("redis://localhost:6379/0")
     >>> backend.capabilities.supports("queues")
@@ -54,11 +57,11 @@ class RedisPubSubBackend:
     # Backend
 
     async def start(self) -> None:
-        """Connect, or raise ``BackendUnavailable``."""
+        """Connect to the server; raise ``BackendUnavailable`` if it does not respond."""
         await self._lists.start()
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure that a queue exists; a topic needs nothing."""
+        """Create a queue if needed; a topic is only remembered in this process."""
         if spec.broadcast:
             self._topics.add(spec.name)
         else:
@@ -66,17 +69,17 @@ class RedisPubSubBackend:
             await self._lists.declare(spec)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Tell messages to whoever listens now, hundreds in one round trip."""
+        """Publish messages to the current subscribers of a topic, or add them to a queue."""
         publisher = self._lists if queue in self._queues else self._publisher
         return await publisher.publish(queue, envelopes)
 
     @property
     def unheard(self) -> int:
-        """Number of messages that no subscriber received."""
+        """Number of messages that were published without a subscriber, and so lost."""
         return self._publisher.unheard
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:
-        """Listen to a topic, or consume a queue."""
+        """Subscribe to a topic or to a queue."""
         return self._subscription(spec) if spec.broadcast else self._lists.subscribe(spec)
 
     @asynccontextmanager
@@ -92,51 +95,51 @@ class RedisPubSubBackend:
             await asyncio.shield(subscription.leave())
 
     async def ping(self) -> None:
-        """Raise ``BackendUnavailable`` unless the server answers."""
+        """Check that the server responds; raise ``BackendUnavailable`` otherwise."""
         await self._lists.ping()
 
     async def aclose(self) -> None:
         """Disconnect; idempotent."""
         await self._lists.aclose()
 
-    # Admin: of the queues, for a topic has nothing to look at
+    # Admin, for queues only, because the server stores nothing for a topic
 
     async def queues(self) -> list[str]:
-        """The topics that were used here, and all queues of this server."""
+        """Return the topics declared here and all queues on the server, sorted by name."""
         return sorted(self._topics.union(await self._lists.queues()))
 
     async def stats(self, queue: str) -> QueueStats:
-        """A queue's figures."""
+        """Return a queue's figures."""
         return await self._lists.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """A queue's next messages."""
+        """Return up to ``limit`` messages of a queue, in delivery order."""
         return await self._lists.peek(queue, limit)
 
     async def purge(self, queue: str) -> int:
-        """Empty a queue."""
+        """Delete all messages of a queue; return the number deleted."""
         return await self._lists.purge(queue)
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Delete these messages of a queue."""
+        """Delete the messages with these ids from a queue; return the number deleted."""
         return await self._lists.remove(queue, ids)
 
     async def delete(self, queue: str) -> None:
-        """Delete a queue."""
+        """Delete a queue and all its messages."""
         await self._lists.delete(queue)
 
     # DroppedLetterSource
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        """Call ``callback`` for each dead letter dropped because its queue was full."""
         self._lists.on_dropped_letter(callback)
 
 
 def from_settings(settings: Settings, clock: Clock) -> RedisPubSubBackend:
-    """Build the backend that the settings describe, not yet started.
+    """Create the backend that the settings describe; the caller starts it.
 
     Args:
         settings: Settings with ``type="redis"`` and ``mode="pubsub"``.
-        clock: Time of the service.
+        clock: Clock of the service.
     """
     return RedisPubSubBackend(ConnectionParameters.from_settings(settings), clock=clock)

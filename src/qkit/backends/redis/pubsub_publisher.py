@@ -1,4 +1,4 @@
-"""Publish messages to Redis channels; count those that no subscriber received."""
+"""Publishing to Redis channels, with a count of unheard messages."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from qkit.message import Envelope, Sent
 
 __all__ = ["PubSubPublisher"]
 
-LOG_INTERVAL_SECONDS: Final = 60.0  # between two warnings about one channel without subscribers
+LOG_INTERVAL_SECONDS: Final = 60.0  # minimum time between warnings about one channel
 
 
 class PubSubPublisher:
-    """Sends messages to the subscribers that a channel has now.
+    """Publisher that sends messages to the current subscribers of a channel.
 
     Args:
         connection: Connection for commands.
-        clock: Time of the warnings.
+        clock: Clock used to limit the rate of warnings.
     """
 
     def __init__(self, connection: ReconnectingConnection, clock: Clock) -> None:
-        self.unheard = 0
-        """Number of messages that no subscriber received."""
+        self.unheard: int = 0
+        """Number of messages that were published without a subscriber."""
         self._connection = connection
         self._clock = clock
-        self._log_again: dict[str, float] = {}  # when to log again of a channel without subscribers
+        self._next_log: dict[str, float] = {}  # earliest time of the next warning, by channel
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Send messages to the channel, hundreds in one round trip."""
+        """Publish messages to the channel, one round trip per batch."""
         with translate_errors("publish", queue):
             for batch in codec.batches(envelopes):
                 receivers: list[int] = await self._connection.commands(
                     [("PUBLISH", queue, codec.encode(envelope)) for envelope in batch]
                 )
                 if 0 in receivers:
-                    self._not_heard(queue, receivers.count(0))
+                    self._count_unheard(queue, receivers.count(0))
         return [Sent(envelope.id) for envelope in envelopes]
 
-    def _not_heard(self, queue: str, count: int) -> None:
-        """Count messages that no subscriber received; log it once a minute for each channel."""
+    def _count_unheard(self, queue: str, count: int) -> None:
+        """Count unheard messages; warn at most once a minute per channel."""
         self.unheard += count
         now = self._clock.monotonic()
-        if now >= self._log_again.get(queue, now):
-            self._log_again[queue] = now + LOG_INTERVAL_SECONDS
+        if now >= self._next_log.get(queue, now):
+            self._next_log[queue] = now + LOG_INTERVAL_SECONDS
             logger.warning(
-                "%s: %d messages were published and no subscriber received them: pub/sub keeps "
-                "nothing, they are lost",
+                "%s: %d messages were lost: the channel has no subscriber, and pub/sub does not "
+                "store messages",
                 queue,
                 count,
                 extra={"queue": queue},

@@ -1,8 +1,8 @@
-"""A subscriber of a Redis channel: what it hears waits here for a handler, a bounded while.
+"""Subscription to a Redis channel, with a bounded buffer of received messages.
 
-Nothing is kept for whoever does not listen, and nothing is redelivered. When handlers are slow this
-stops reading; then the server keeps what comes, up to ``client-output-buffer-limit pubsub``, and
-hangs up beyond that.
+The server does not store messages for absent subscribers and never redelivers a message. While the
+buffer is full, the subscription stops reading. The server then buffers messages up to its
+``client-output-buffer-limit pubsub``, and closes the connection when that limit is exceeded.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from qkit.message import GROUP, Envelope
 
 __all__ = ["PubSubSubscription"]
 
-MESSAGES: Final = 1_000  # that wait here at most, but for what came with the last of them
-BYTES: Final = 16 * 2**20
-# After one to two intervals without data the server gets a PING. With the time that it has to
-# answer, a dead connection is found within ten seconds.
+# Limits of the buffer. The rest of the read that reaches a limit is still buffered.
+MAX_BUFFERED_MESSAGES: Final = 1_000
+MAX_BUFFERED_BYTES: Final = 16 * 2**20
+# After one to two intervals without data, the subscription sends a PING. Including the timeout for
+# the reply, a dead connection is detected within ten seconds.
 PING_INTERVAL_SECONDS: Final = 2.0
 ANSWER_TIMEOUT_SECONDS: Final = 4.0
 
 
-# The number in the order of delivery, and a payload or a message that was put back.
+# Sequence number in delivery order, and a payload or a released message.
 _Arrival = tuple[int, bytes | Envelope]
 
 
@@ -46,68 +47,78 @@ class _Receipt(NamedTuple):
 
 
 class SubscriberConnection(PipelinedConnection):
-    """A connection in subscriber mode: it is told messages beside the answers to its commands."""
+    """Connection in subscriber mode, which receives messages as well as replies.
+
+    Args:
+        connection: Open redis-py connection; the caller must not use it afterwards.
+        on_message: Called with the payload of each message.
+        on_lost: Called with the error when the connection is lost or closed.
+    """
 
     def __init__(
         self,
         connection: AbstractConnection,
-        hear: Callable[[bytes], None],
-        ended: Callable[[Exception], None],
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[Exception], None],
     ) -> None:
-        self._hear = hear
-        self._ended = ended
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._reading = True
-        self._silent = True
+        self._silent = True  # whether no data arrived since the last check
         self._ping_timer: asyncio.TimerHandle | None = None
         super().__init__(connection, ANSWER_TIMEOUT_SECONDS)
         if self.lost is None:
-            self._ping_timer = self._loop.call_later(PING_INTERVAL_SECONDS, self._ask)
+            self._ping_timer = self._loop.call_later(PING_INTERVAL_SECONDS, self._ping_if_silent)
 
-    def _answer(self, reply: Reply) -> None:
+    def _handle_reply(self, reply: Reply) -> None:
         self._silent = False
         if type(reply) is list and reply[0] == b"message":
-            self._hear(cast("bytes", reply[2]))
+            self._on_message(cast("bytes", reply[2]))
         else:
-            super()._answer(reply)
+            super()._handle_reply(reply)
 
-    def _ask(self) -> None:
-        if self._reading and self._silent and not self._waiting:
+    def _ping_if_silent(self) -> None:
+        if self._reading and self._silent and not self._pending:
             self.call("PING").add_done_callback(retrieve_exception)
         self._silent = True
-        self._ping_timer = self._loop.call_later(PING_INTERVAL_SECONDS, self._ask)
+        self._ping_timer = self._loop.call_later(PING_INTERVAL_SECONDS, self._ping_if_silent)
 
-    def read(self, on: bool) -> None:
-        """Read on, or leave what comes with the server."""
+    def set_reading(self, on: bool) -> None:
+        """Resume reading if ``on``; otherwise pause it, so that the server buffers messages."""
         if on is self._reading or self.lost is not None:
             return
         self._reading = on
-        transport: Any = self._transport  # one that writes and reads
+        transport: Any = self._transport  # declared as write-only, but it can also read
         if on:
-            if self._waiting:  # an answer that nobody has read is not late
-                self._waiting[0].deadline = self._loop.time() + ANSWER_TIMEOUT_SECONDS
+            if self._pending:  # the reply is not late: it could not be read while paused
+                self._pending[0].deadline = self._loop.time() + ANSWER_TIMEOUT_SECONDS
             transport.resume_reading()
         else:
             transport.pause_reading()
 
-    def _check(self) -> None:
+    def _check_timeout(self) -> None:
         if self._reading:
-            super()._check()
+            super()._check_timeout()
         else:
-            self._watch = self._loop.call_later(ANSWER_TIMEOUT_SECONDS, self._check)
+            self._timeout_timer = self._loop.call_later(ANSWER_TIMEOUT_SECONDS, self._check_timeout)
 
     def _lose(self, error: Exception) -> None:
         if self.lost is None:
             super()._lose(error)
             if self._ping_timer is not None:
                 self._ping_timer.cancel()
-            self._ended(error)
+            self._on_lost(error)
 
 
 class PubSubSubscription:
-    """A subscription to a channel: every one gets a copy of every message.
+    """Subscription to a channel; each subscription receives a copy of every message.
 
-    Its deliveries exist only here. ``release`` puts one back in the order of delivery. What was
-    not handled is lost when the subscription ends.
+    Deliveries exist only in this process. ``release`` returns a delivery to its place in delivery
+    order. Messages that are not settled when the subscription is closed are lost.
+
+    Args:
+        parameters: Parameters of the connection.
+        spec: Specification of the subscription; its ``prefetch`` is ignored.
     """
 
     def __init__(self, parameters: ConnectionParameters, spec: SubscriptionSpec) -> None:
@@ -115,34 +126,37 @@ class PubSubSubscription:
         self._channel = spec.queue
         self._group = spec.group
         self._arrivals: Arrivals[_Arrival] = Arrivals(order=itemgetter(0))
-        self._heard = 0
-        self._size = 0  # of the payloads that wait
+        self._received = 0
+        self._size = 0  # bytes of the buffered payloads
         self._connection: SubscriberConnection | None = None
         self._full = False
         self._stopped = False
         self._dropped = 0
 
     async def open(self) -> None:
-        """Subscribe; from here on everything is heard."""
+        """Connect and subscribe; only messages published afterwards are received."""
         self._connection = SubscriberConnection(
-            await self._parameters.open_driver_connection(), self._hear, self._lost
+            await self._parameters.open_driver_connection(), self._buffer, self._lost
         )
         await self._connection.call("SUBSCRIBE", self._channel)
 
-    def _hear(self, payload: bytes) -> None:
+    def _buffer(self, payload: bytes) -> None:
         if self._stopped:
             self._dropped += 1
             return
-        self._heard += 1
+        self._received += 1
         self._size += len(payload)
-        self._arrivals.put(((self._heard, payload),))
-        if not self._full and (len(self._arrivals) >= MESSAGES or self._size >= BYTES):
+        self._arrivals.put(((self._received, payload),))
+        if not self._full and (
+            len(self._arrivals) >= MAX_BUFFERED_MESSAGES or self._size >= MAX_BUFFERED_BYTES
+        ):
             self._full = True
             assert self._connection is not None
-            self._connection.read(False)
+            self._connection.set_reading(False)
             logger.warning(
-                "%s: %d messages wait for a handler of %s and no more are read: the server keeps "
-                "the rest, and hangs up when its client-output-buffer-limit for pubsub is reached",
+                "%s: paused reading because %d messages are waiting for the handlers of group %s; "
+                "the server closes the connection if its client-output-buffer-limit for pubsub is "
+                "exceeded",
                 self._channel,
                 len(self._arrivals),
                 self._group,
@@ -150,9 +164,10 @@ class PubSubSubscription:
             )
 
     async def receive(self, limit: int) -> list[Delivery]:
-        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+        """Wait for messages and return up to ``limit`` deliveries; an empty list once stopped.
 
-        Raises ``SubscriptionLost`` when the connection breaks, once all that came by it is handled.
+        Raises:
+            SubscriptionLost: The connection was lost and all buffered messages were received.
         """
         while items := await self._arrivals.take(limit):
             if found := self._deliveries(items):
@@ -161,7 +176,7 @@ class PubSubSubscription:
 
     def _lost(self, error: Exception) -> None:
         lost = SubscriptionLost(
-            "the subscription broke, and what is published meanwhile is not heard: "
+            "the subscription was lost and will miss messages until it is reopened: "
             + to_queue_error(error, "receive").message,
             backend=BACKEND,
             operation="receive",
@@ -176,19 +191,23 @@ class PubSubSubscription:
             envelope: Envelope | None
             if isinstance(item, bytes):
                 self._size -= len(item)
-                envelope = self._decoded(item)
+                envelope = self._decode(item)
             else:
                 envelope = item
             if envelope is not None:
                 found.append(Delivery(envelope, self._channel, _Receipt(self, number)))
-        if self._full and len(self._arrivals) <= MESSAGES // 2 and self._size <= BYTES // 2:
+        if (
+            self._full
+            and len(self._arrivals) <= MAX_BUFFERED_MESSAGES // 2
+            and self._size <= MAX_BUFFERED_BYTES // 2
+        ):
             self._full = False
             assert self._connection is not None
-            self._connection.read(True)
+            self._connection.set_reading(True)
         return found
 
-    def _decoded(self, payload: bytes) -> Envelope | None:
-        """The message, or none if it is a replay for another group."""
+    def _decode(self, payload: bytes) -> Envelope | None:
+        """Decode a message; return ``None`` if it is addressed to another group."""
         envelope = codec.decode(payload)
         if envelope.id == codec.FOREIGN:
             envelope.id = new_id()
@@ -201,13 +220,13 @@ class PubSubSubscription:
     # Settle
 
     async def ack(self, delivery: Delivery) -> None:
-        """The work is done; the server knows nothing of it."""
+        """Mark the delivery as settled, in this process only."""
         self._settle(delivery, "ack")
 
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
-        """Put the message back in the order of delivery; there are no delays."""
+        """Return the message to its place in delivery order; ``delay`` is ignored."""
         number = self._settle(delivery, "release")
         if self._stopped:
             self._dropped += 1
@@ -216,7 +235,7 @@ class PubSubSubscription:
         self._arrivals.put_back((number, delivery.envelope))
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
-        """There is nothing to extend."""
+        """Raise ``Unsupported``, because there are no leases."""
         raise Unsupported(
             "pub/sub has no leases", backend=BACKEND, operation="extend", queue=delivery.queue
         )
@@ -228,10 +247,10 @@ class PubSubSubscription:
         delivery.receipt = None
         return receipt.number
 
-    # The end
+    # Stop and close
 
     async def stop(self) -> None:
-        """Hear no more, and wake a ``receive`` that waits."""
+        """Disconnect, drop buffered messages and wake a waiting ``receive``."""
         if self._stopped:
             return
         self._stopped = True
@@ -241,11 +260,11 @@ class PubSubSubscription:
             await self._connection.aclose()
 
     async def leave(self) -> None:
-        """Stop, and say what was lost by that."""
+        """Stop and log the number of dropped messages."""
         await self.stop()
         if self._dropped:
             logger.warning(
-                "%s: %d messages that no handler had done with are gone: pub/sub keeps nothing",
+                "%s: %d unhandled messages were lost because pub/sub does not store messages",
                 self._channel,
                 self._dropped,
                 extra={"queue": self._channel, "consumer": self._group},

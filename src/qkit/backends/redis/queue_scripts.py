@@ -1,4 +1,4 @@
-"""Scripts on a queue, each with every key that it touches in KEYS."""
+"""Script calls on queues and topics, with all keys that a script uses passed in KEYS."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from qkit.backends.redis.scripts.script import Script
 
 __all__ = ["DISTRIBUTE_FIRST", "STALE_KEYS", "QueueScripts"]
 
-STALE_KEYS: Final = b"keys"  # reply: KEYS lacks a priority or a group, nothing was changed
-DISTRIBUTE_FIRST: Final = b"distribute"  # reply of CLAIM: run DISTRIBUTE, nothing was changed
-MAX_LAYOUTS: Final = 1_000  # that are remembered
+STALE_KEYS: Final = b"keys"  # reply: KEYS lacks a priority or a group; nothing was changed
+DISTRIBUTE_FIRST: Final = b"distribute"  # reply of CLAIM: run DISTRIBUTE; nothing was changed
+MAX_LAYOUTS: Final = 1_000  # maximum number of cached layouts
 
 Run = Callable[..., Awaitable[Reply]]
 
 
 class _Layout(NamedTuple):
-    """How many keys a queue has: number of priorities, names of groups."""
+    """Number of priority levels and names of groups, which determine the keys of a queue."""
 
     levels: int = MIN_LEVELS
     groups: tuple[str, ...] = ()
 
 
 class QueueScripts:
-    """Runs scripts on queues and topics.
+    """Runner of scripts on queues and topics.
 
-    How many keys a queue has depends on its ``max_priority`` and, for a topic, on its groups. A
-    call uses the last known layout. A script that needs more keys changes nothing and says so; then
-    the layout is read and the call is repeated. Layouts change rarely, so a call is nearly always
-    one round trip.
+    The number of keys of a queue depends on its ``max_priority`` and, for a topic, on its groups. A
+    call uses the last known layout. A script that needs more keys changes nothing and returns
+    ``STALE_KEYS``; the layout is then read and the call is repeated. Layouts change rarely, so
+    nearly every call takes one round trip.
 
     Args:
         connection: Connection for scripts and commands.
@@ -56,8 +56,8 @@ class QueueScripts:
             script: A script that calls ``open_whole``.
             queue: Name of the queue or topic.
             arguments: The script's own arguments.
-            groups: Groups that the arguments name and that may not exist yet.
-            run: Called with script, keys and arguments in place of the connection's ``run``.
+            groups: Groups that the arguments name; they need not exist yet.
+            run: Function to call instead of the connection's ``run``, with the same arguments.
         """
         run = run or self._connection.run
         keys = QueueKeys.of(queue)
@@ -74,9 +74,9 @@ class QueueScripts:
         """Run a script on one queue or one group of a topic.
 
         Args:
-            script: A script that calls ``open``.
-            keys: The queue or group.
-            arguments: The script's own arguments.
+            script: Script that calls ``open``.
+            keys: Keys of the queue or group.
+            arguments: Script's own arguments.
         """
         while True:
             script_keys, levels = self.part_call(keys)
@@ -86,7 +86,7 @@ class QueueScripts:
             await self._read_layout(keys.queue)
 
     def part_call(self, keys: QueueKeys) -> tuple[tuple[str, ...], int]:
-        """KEYS and first argument of a script on one part."""
+        """Return the KEYS of a script on one part, and the number of levels, its first argument."""
         levels = self._layouts.get(keys.queue, _DEFAULT).levels
         return keys.part_keys(levels), levels
 

@@ -1,4 +1,4 @@
-"""Append-only segments on disk.
+"""Append-only log of records, in segments on disk.
 
 May import: ``qkit.errors`` and ``qkit.message``.
 """

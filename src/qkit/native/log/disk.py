@@ -1,9 +1,9 @@
-"""The log's directory, and every call it makes to the file system.
+"""``Disk``: the directory of the log, and all file-system calls for it.
 
-One place, so that permissions and symbolic links are dealt with once, and so that tests can put
-a disk in its stead that loses power, fills up or fails.
+Permissions and symbolic links are handled only here, and tests can replace the disk with one that
+loses power, fills up or fails.
 
-    LOCK            held by the one process that owns the directory; its text is the owner's pid
+    LOCK            locked by the process that owns the directory; contains its pid
     log/*.seg       the segments
 """
 
@@ -20,33 +20,41 @@ from qkit.errors import LogLocked, StorageError
 
 __all__ = ["Disk", "sync_path"]
 
-# NONBLOCK: opening a pipe that somebody planted must fail, not wait. It means nothing to files.
+# O_NONBLOCK: opening a named pipe that was planted here must not block. Regular files are not
+# affected.
 _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class Disk:
-    """An open, locked directory.
+    """Open, locked directory of a log.
 
-    Files are made with 0600 and directories with 0700 whatever the umask; symbolic links are
-    refused everywhere. Raises ``LogLocked``, or ``StorageError`` if the directory cannot be used.
+    Files are created with mode 0600 and directories with 0700, regardless of the umask. Symbolic
+    links are rejected everywhere.
+
+    Args:
+        path: Directory to open; created if missing.
+
+    Raises:
+        LogLocked: Another process has the directory open.
+        StorageError: The directory cannot be used.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._open: list[int] = []  # to be closed, the lock last
+        self.path: Path = Path(path)
+        self._open: list[int] = []  # descriptors; closed in reverse order, so the lock last
         try:
-            self._lock_fd = self._take_directory()
+            self._lock_fd = self._open_directory()
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise _refused(self.path, error) from error
+                raise _storage_error(self.path, error) from error
             raise
 
-    def _take_directory(self) -> int:
-        missing = [made for made in self.path.parents if not made.exists()]
+    def _open_directory(self) -> int:
+        missing = [parent for parent in self.path.parents if not parent.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for made in missing:
-            sync_path(made.parent)
+        for created in missing:
+            sync_path(created.parent)
         parent = self._keep(os.open(self.path.parent, os.O_DIRECTORY | os.O_CLOEXEC))
         name = self.path.name or "."
         root = self._directory(name, parent)
@@ -58,21 +66,22 @@ class Disk:
     def _directory(self, name: str, parent: int) -> int:
         try:
             os.mkdir(name, 0o700, dir_fd=parent)
-            made = True
+            created = True
         except FileExistsError:
-            made = False
+            created = False
         fd = self._keep(os.open(name, os.O_DIRECTORY | _FLAGS, dir_fd=parent))
-        # A directory of the user's own keeps its mode: it may hold other things. ``log`` is ours.
-        if made or name == "log":
+        # An existing directory of the user keeps its mode, because it may contain other files.
+        # Only ``log`` always belongs to qkit.
+        if created or name == "log":
             os.fchmod(fd, 0o700)
-        if made:
+        if created:
             os.fsync(parent)
         return fd
 
     def _lock(self, root: int) -> int:
         fd = os.open("LOCK", os.O_RDWR | os.O_CREAT | _FLAGS, 0o600, dir_fd=root)
         self._open.insert(0, fd)
-        _own(fd)
+        _make_private(fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -80,7 +89,7 @@ class Disk:
             pid = int(text) if text.isdigit() else None
             owner = "another process" if pid is None else f"process {pid}"
             locked = LogLocked(
-                f"{self.path} is owned by {owner}: stop it, or connect to it",
+                f"{self.path} is owned by {owner}: stop that process, or connect to it",
                 backend="native",
                 operation="open",
             )
@@ -95,21 +104,24 @@ class Disk:
         return fd
 
     def close(self) -> None:
-        """Let the directory go; the lock last. The file ``LOCK`` stays: removing it would race."""
+        """Close the directory, the lock last.
+
+        ``LOCK`` is not removed, because another process may be about to lock it.
+        """
         while self._open:
             os.close(self._open.pop())
 
     # Files in ``log``
 
     def names(self) -> list[str]:
-        """What is there, in no order.
+        """Return the names of all files, in arbitrary order.
 
-        By a descriptor of its own: threads that list the same one share its place in the
-        directory, and each would see a part.
+        Opens a new descriptor each time. Threads that list through the same descriptor share its
+        position, so each would see only some of the names.
         """
         fd = os.open(".", os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._log)
         try:
-            return os.listdir(fd)  # noqa: PTH208  a path would be looked up anew
+            return os.listdir(fd)  # noqa: PTH208  a path would be resolved again
         finally:
             os.close(fd)
 
@@ -118,28 +130,28 @@ class Disk:
         try:
             fd = os.open(name, os.O_RDWR | _FLAGS, dir_fd=self._log)
         except OSError as error:
-            raise _refused(self.path / "log" / name, error) from error
+            raise _storage_error(self.path / "log" / name, error) from error
         try:
-            _own(fd)
+            _make_private(fd)
         except OSError as error:
             os.close(fd)
-            raise _refused(self.path / "log" / name, error) from error
+            raise _storage_error(self.path / "log" / name, error) from error
         return fd
 
     def create(self, name: str) -> int:
-        """Make a file that must not exist yet."""
+        """Create a file for reading and writing; fail if it exists."""
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=self._log)
         os.fchmod(fd, 0o600)
         return fd
 
     def size(self, fd: int) -> int:
-        """How long the file is."""
+        """Return the size of a file in bytes."""
         return os.fstat(fd).st_size
 
     def read(self, fd: int, length: int, offset: int) -> bytes:
-        """Up to ``length`` bytes; fewer only at the end of the file."""
+        """Return up to ``length`` bytes; fewer only at the end of the file."""
         data = os.pread(fd, length, offset)
-        while 0 < len(data) < length:  # Linux gives at most 2 GiB at a time
+        while 0 < len(data) < length:  # Linux returns at most 2 GiB at a time
             more = os.pread(fd, length - len(data), offset + len(data))
             if not more:
                 break
@@ -147,18 +159,18 @@ class Disk:
         return data
 
     def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        """Write at ``offset``, perhaps a part only; return how many bytes.
+        """Write at ``offset``; return the number of bytes written, which may be fewer.
 
-        With an offset and without ``O_APPEND``: after a failed write the place is known.
+        Files are not opened with ``O_APPEND``, so the position is known after a failed write.
         """
         return os.pwrite(fd, data, offset)
 
     def truncate(self, fd: int, size: int) -> None:
-        """Cut the file."""
+        """Truncate a file to ``size`` bytes."""
         os.ftruncate(fd, size)
 
     def sync(self, fd: int) -> None:
-        """Return when the file's bytes and length are on the disk."""
+        """Sync the content and size of a file to disk."""
         os.fdatasync(fd)
 
     def close_file(self, fd: int) -> None:
@@ -166,24 +178,24 @@ class Disk:
         os.close(fd)
 
     def rename(self, old: str, new: str) -> None:
-        """Put a file under another name, in place of what has it."""
+        """Rename a file, replacing any file that has the new name."""
         os.rename(old, new, src_dir_fd=self._log, dst_dir_fd=self._log)
 
     def link(self, old: str, new: str) -> None:
-        """Give a file a second name."""
+        """Create a hard link to a file."""
         os.link(old, new, src_dir_fd=self._log, dst_dir_fd=self._log, follow_symlinks=False)
 
     def unlink(self, name: str) -> None:
-        """Remove a name."""
+        """Delete a file."""
         os.unlink(name, dir_fd=self._log)
 
     def sync_directory(self) -> None:
-        """Return when names made, changed and removed before are on the disk."""
+        """Sync created, renamed and deleted file names to disk."""
         os.fsync(self._log)
 
 
 def sync_path(directory: Path) -> None:
-    """Return when the names in a directory are on the disk."""
+    """Sync the file names in a directory to disk."""
     fd = os.open(directory, os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -191,18 +203,18 @@ def sync_path(directory: Path) -> None:
         os.close(fd)
 
 
-def _own(fd: int) -> None:
-    """Refuse what is no plain file; take away what others may do with it."""
+def _make_private(fd: int) -> None:
+    """Set the mode of a file to 0600; raise ``OSError`` if it is not a regular file."""
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "not a plain file")
+        raise OSError(errno.EINVAL, "not a regular file")
     if stat.S_IMODE(mode) != 0o600:
         os.fchmod(fd, 0o600)
 
 
-def _refused(path: Path, error: OSError) -> StorageError:
+def _storage_error(path: Path, error: OSError) -> StorageError:
     text = f"{path} cannot be used: {error}"
-    # A link where a directory should be is ENOTDIR on Linux, not ELOOP.
+    # If a directory is expected and the path is a link, Linux returns ENOTDIR, not ELOOP.
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        text = f"{path}: a symbolic link, or no directory, in its place; give the real path"
+        text = f"{path} is a symbolic link or not a directory: use the real path"
     return StorageError(text, backend="native", operation="open", cause=error)

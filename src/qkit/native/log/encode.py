@@ -1,4 +1,4 @@
-"""Writing records: the contents that ``record.decode`` reads.
+"""Encoding of records into the bytes that ``record.decode`` reads.
 
 >>> from qkit.native.log.record import decode
 >>> decode(encode_publish(1, 7, "0190", b"{}", priority=9)).body
@@ -77,9 +77,9 @@ def encode_publish(
     headers: dict[str, str] | None = None,
     attempt: int = 0,
 ) -> bytes:
-    """A message was accepted at wall time ``at``.
+    """Encode a ``Publish`` record: a message was accepted at wall time ``at``.
 
-    Raises ``PayloadTooLarge`` above 1 GiB and ``RecordError`` for values out of range.
+    Raises ``PayloadTooLarge`` above 1 GiB, and ``RecordError`` for values out of range.
 
     >>> len(encode_publish(1, 1, "0190", b"hello"))
     34
@@ -91,7 +91,9 @@ def encode_publish(
                                     headers, attempt))  # fmt: skip
         head = _pack_publish(PUBLISH, 0, queue, seq, priority, at, len(name))
     except struct.error as error:
-        raise RecordError(f"a message that no record can hold: {error}", message_id=id) from error
+        raise RecordError(
+            f"the message does not fit into a record: {error}", message_id=id
+        ) from error
     if len(body) > MAX_CONTENT - 100_000:
         return _sized(head + name + body)
     return head + name + body
@@ -126,29 +128,30 @@ def _extended(
 
 
 def _pack_headers(headers: dict[str, str]) -> bytes:
-    """Names and values with a NUL between: a tenth of JSON's cost.
+    """Encode headers as names and values separated by NUL, which is ten times as fast as JSON.
 
-    Headers that qkit checked hold no NUL. Any others are written as JSON, told by its brace.
+    Headers that qkit has checked contain no NUL. Other headers are written as JSON, which is
+    recognised by its opening brace.
     """
     flat = "\0".join([part for pair in headers.items() for part in pair])
     if flat.count("\0") == 2 * len(headers) - 1 and not flat.startswith("{"):
         try:
             return flat.encode()
         except UnicodeEncodeError:
-            pass  # a lone surrogate, which JSON can escape
+            pass  # a lone surrogate; JSON escapes it
     return json.dumps(headers).encode()
 
 
 def _sized(content: bytes) -> bytes:
     if len(content) > MAX_CONTENT:
-        raise PayloadTooLarge(f"a record of {len(content)} bytes: the log takes {MAX_CONTENT}")
+        raise PayloadTooLarge(f"a record may have at most {MAX_CONTENT} bytes, got {len(content)}")
     return content
 
 
 def encode_declare(
     queue: int, name: str, group: str | None = None, config: dict[str, object] | None = None
 ) -> bytes:
-    """A queue, or a group of a topic, exists or has other limits."""
+    """Encode a ``Declare`` record: a queue, or a topic's group, was created or reconfigured."""
     name_bytes, group_bytes = name.encode(), (group or "").encode()
     flags = 0 if group is None else GROUPED
     head = _packed(DECLARATION.pack, DECLARE, flags, queue, len(name_bytes), len(group_bytes))
@@ -156,19 +159,22 @@ def encode_declare(
 
 
 def encode_delete(queue: int) -> bytes:
-    """A queue and all it held are gone."""
+    """Encode a ``Delete`` record: a queue was deleted with its messages."""
     return _packed(QUEUE.pack, DELETE, queue)
 
 
 def encode_fanout(targets: Sequence[tuple[int, int]], publish: bytes) -> bytes:
-    """One message for several queues; ``publish`` is encoded for the first target."""
+    """Encode a ``Fanout`` record: a message was accepted for several queues.
+
+    ``publish`` is the ``Publish`` record of the first target.
+    """
     flat = [number for target in targets for number in target]
     head = _packed(TARGETS.pack, FANOUT, len(targets))
     return _sized(head + _packed(struct.Struct("<" + "IQ" * len(targets)).pack, *flat) + publish)
 
 
 def without_body(publish: bytes) -> bytes:
-    """The content of a message less its body.
+    """Return a ``Publish`` record without the body of its message.
 
     >>> without_body(encode_publish(1, 1, "0190", b"{}")) == encode_publish(1, 1, "0190", b"")
     True
@@ -183,9 +189,10 @@ def without_body(publish: bytes) -> bytes:
 def renumbered(
     publish: bytes, targets: Sequence[tuple[int, int]], *, bulk: bool | None = None
 ) -> bytes:
-    """The content of a message as one for these (queue, seq) targets, one or several.
+    """Return a ``Publish`` record with a new (queue, seq) target; with several, a ``Fanout``.
 
-    ``bulk``: whether it counts only if a ``BulkImport`` follows; else that stays as it is.
+    ``bulk`` sets whether the message is valid only if a ``BulkImport`` follows. ``None`` leaves it
+    unchanged.
 
     >>> from qkit.native.log.record import decode
     >>> decode(renumbered(encode_publish(1, 1, "0190", b"{}"), [(7, 9)])).queue
@@ -200,26 +207,29 @@ def renumbered(
 
 
 def encode_claim(queue: int, seqs: Sequence[int], attempts: Sequence[int]) -> bytes:
-    """Messages were handed out.
+    """Encode a ``Claim`` record: messages were delivered.
 
     >>> len(encode_claim(1, [4, 5], [1, 2]))
     29
     """
     count = len(seqs)
     if count != len(attempts) or not count:
-        raise RecordError(f"{count} messages claimed with {len(attempts)} attempts")
+        raise RecordError(
+            "expected at least one message and one attempt for each, "
+            f"got {count} messages and {len(attempts)} attempts"
+        )
     if count == 1:
         return _packed(ONE_CLAIM.pack, CLAIM, queue, seqs[0], attempts[0])
     return _packed(struct.Struct(f"<BI{count}Q{count}I").pack, CLAIM, queue, *seqs, *attempts)
 
 
 def encode_ack(queue: int, seqs: Sequence[int]) -> bytes:
-    """The work on these messages is done."""
+    """Encode an ``Ack`` record: messages were acked."""
     return _encode_seqs(ACK, queue, seqs)
 
 
 def encode_remove(queue: int, seqs: Sequence[int]) -> bytes:
-    """These messages were purged, dropped or removed by hand."""
+    """Encode a ``Remove`` record: messages were removed without an ack."""
     return _encode_seqs(REMOVE, queue, seqs)
 
 
@@ -227,26 +237,29 @@ def _encode_seqs(kind: int, queue: int, seqs: Sequence[int]) -> bytes:
     if len(seqs) == 1:
         return _packed(ONE_SEQ.pack, kind, queue, seqs[0])
     if not seqs:
-        raise RecordError("a record about no message")
+        raise RecordError("expected at least one message")
     return _sized(_packed(struct.Struct(f"<BI{len(seqs)}Q").pack, kind, queue, *seqs))
 
 
 def encode_release(
     queue: int, seq: int, attempt: int, due: float = 0.0, headers: dict[str, str] | None = None
 ) -> bytes:
-    """A message was given back; ``headers``, also empty ones, replace its own."""
+    """Encode a ``Release`` record: a message was released.
+
+    ``headers`` replace the headers of the message, even if they are empty. ``None`` keeps them.
+    """
     flags = 0 if headers is None else REPLACED
     head = _packed(RELEASE_LAYOUT.pack, RELEASE, flags, queue, seq, attempt, due)
     return head + _pack_headers(headers) if headers else head
 
 
 def encode_dead_letter_move(queue: int, seq: int, letter: bytes) -> bytes:
-    """A message left ``queue``; ``letter`` is the ``encode_publish`` of its dead letter."""
+    """Encode a ``DeadLetterMove`` record; ``letter`` is the encoded ``Publish`` of the letter."""
     return _sized(_packed(ONE_SEQ.pack, DEAD_LETTER_MOVE, queue, seq) + letter)
 
 
 def encode_bulk_import(name: str, first: int, last: int) -> bytes:
-    """A bulk file was taken in whole, by the bulk messages ``first`` to ``last``."""
+    """Encode a ``BulkImport`` record: a file was imported as messages ``first`` to ``last``."""
     return _packed(BULK_IMPORT_LAYOUT.pack, BULK_IMPORT, first, last) + name.encode()
 
 
@@ -254,4 +267,4 @@ def _packed(pack: Callable[..., bytes], *values: object) -> bytes:
     try:
         return pack(*values)
     except struct.error as error:
-        raise RecordError(f"a value that no record can hold: {error}") from error
+        raise RecordError(f"a value does not fit into a record: {error}") from error

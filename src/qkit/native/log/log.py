@@ -1,7 +1,7 @@
-"""The log of a durable engine: an owned directory of append-only segments.
+"""``Log``: the log of a durable engine, a locked directory of append-only segments.
 
-Its life: ``open``, then ``recover`` to the end, then ``start`` in the loop, which returns the
-``Writer`` that appends records until ``close``.
+Call ``open``, iterate over ``recover`` to the end, then call ``start`` in the event loop.
+``start`` returns the ``Writer`` that appends records until ``close``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = [
 
 SEGMENT_BYTES: Final = 64 << 20
 MAX_OPEN_FILES: Final = 32  # segments kept open for reading
-READ_AHEAD: Final = 4096  # most records are not longer
+READ_AHEAD: Final = 4096  # bytes of the first read; most records are shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """A segment written anew under a temporary name; ``offsets`` are its records' new places."""
+    """Rewritten segment under a temporary name, with the offsets of its records."""
 
     number: int
     name: str
@@ -58,7 +58,7 @@ class Rewrite:
 
 
 class Log:
-    """Records on disk, in the order in which they were appended.
+    """Log of records on disk, in the order in which they were appended.
 
     >>> async def example(path):
     ...     log = Log.open(path)
@@ -85,11 +85,13 @@ class Log:
         inline: bool = False,
     ) -> None:
         if fsync not in ("always", "interval", "never"):
-            raise ConfigError(f"fsync is always, interval or never, not {fsync!r}")
+            raise ConfigError(f"fsync must be always, interval or never, got {fsync!r}")
         if not fsync_interval > 0:
-            raise ConfigError("fsync_interval is more than 0 seconds")
+            raise ConfigError(f"fsync_interval must be greater than 0, got {fsync_interval}")
         if not HEADER_SIZE < segment_bytes <= MAX_CONTENT:
-            raise ConfigError(f"segment_bytes is {HEADER_SIZE + 1}–{MAX_CONTENT}")
+            raise ConfigError(
+                f"segment_bytes must be {HEADER_SIZE + 1}–{MAX_CONTENT}, got {segment_bytes}"
+            )
         self._disk = disk
         self._fsync: Fsync = fsync
         self._fsync_interval = fsync_interval
@@ -99,8 +101,8 @@ class Log:
         self._tail: Tail | None = None
         self._writer: Writer | None = None
         self._readers: dict[int, tuple[int, Header, int]] = {}  # file, header and salt
-        self._pinned: set[int] = set()  # rewritten, but still read in their old form
-        self._lock = threading.Lock()  # of ``_readers``: compaction works in another thread
+        self._pinned: set[int] = set()  # rewritten segments whose old file is still read
+        self._lock = threading.Lock()  # guards ``_readers``; compaction runs in another thread
         self._closed = False
 
     @classmethod
@@ -114,14 +116,22 @@ class Log:
         repair: bool = False,
         inline: bool = False,
     ) -> Log:
-        """Take the directory for this process, making it if need be.
+        """Open the log in a directory, which is locked for this process and created if missing.
 
-        ``fsync``: ``always``, before an append is confirmed; ``interval``, at most
-        ``fsync_interval`` seconds later; ``never``, when the system sees fit (a rotation excepted).
-        ``inline`` writes in the loop itself, for virtual time.
+        Args:
+            path: Directory of the log.
+            fsync: When to sync. ``"always"`` (the default): before an append is confirmed.
+                ``"interval"``: at most ``fsync_interval`` seconds later. ``"never"``: only when a
+                segment is sealed.
+            fsync_interval: Maximum time until written records are synced, in seconds. Default: 1.
+            segment_bytes: Size in bytes at which a segment is sealed. Default: 64 MiB.
+            repair: Keep the intact records of a damaged log instead of raising ``LogDamaged``.
+                Default: false.
+            inline: Write in the event loop, for tests with virtual time. Default: false.
 
-        Raises ``LogLocked`` if another process has it, and ``StorageError`` for symbolic links
-        and the like.
+        Raises:
+            LogLocked: Another process has the directory open.
+            StorageError: The directory cannot be used, for example because it is a symbolic link.
         """
         disk = Disk(path)
         try:
@@ -137,13 +147,16 @@ class Log:
             disk.close()
             raise
 
-    # Starting
+    # Opening and recovery
 
     def generations(self) -> dict[int, int]:
-        """How often each segment was rewritten: places are valid for one generation only.
+        """Return how often each segment was rewritten; -1 if its header cannot be read.
 
-        Of one whose header cannot be read it is -1. Blocking, before ``recover`` as well. Raises
-        ``LogVersion``.
+        A position is valid in only one generation of a segment. After ``recover``, the active
+        segment is not included. Blocking. May be called before ``recover``.
+
+        Raises:
+            LogVersion: A segment has another format.
         """
         if self._tail is not None:
             return {number: self.generation(number) for number, _ in self.segments()}
@@ -153,50 +166,57 @@ class Log:
         }
 
     def generation(self, segment: int) -> int:
-        """The generation of one segment now."""
+        """Return the current generation of a segment."""
         with self._lock:
             return self._reader(segment)[1].generation
 
     @property
     def disk(self) -> Disk:
-        """The directory, for what is kept beside the segments."""
+        """Directory of the log, for files beside the segments."""
         return self._disk
 
     @property
     def id(self) -> bytes:
-        """What tells this log from every other."""
+        """Random id of this log."""
         return self._recovery.log_id
 
     @property
     def active(self) -> int:
-        """The segment that is being written."""
+        """Number of the active segment."""
         return self._active()
 
     @property
     def active_bytes(self) -> int:
-        """How much is in the segment that is being written."""
+        """Size of the active segment in bytes."""
         return 0 if self._tail is None else self._tail.size
 
     def recover(self, start: Position | None = None) -> Iterator[Entry]:
-        """Every record from ``start`` on (a snapshot knows the rest); blocking, and only once.
+        """Yield every record from ``start`` on. Blocking. Can be called only once.
 
-        When it has come to its end the log is whole and all that it gave is on disk. What was torn
-        or damaged is in ``damage``. Raises ``LogDamaged`` and ``LogVersion``.
+        When the iteration ends, the log can be started, all yielded records are on disk, and
+        ``damage`` lists what was torn or damaged.
+
+        Args:
+            start: End of the snapshot. Default: the beginning of the log.
+
+        Raises:
+            LogDamaged: Stored records cannot be read, and ``repair`` is false.
+            LogVersion: A segment has another format.
         """
         if self._tail is not None or self._closed:
-            raise LifecycleError("a log is recovered once, before it is started")
+            raise LifecycleError("a log can be recovered only once, before it is started")
         yield from self._recovery.records(start)
         self._tail = self._recovery.tail(self._segment_bytes)
 
     @property
     def damage(self) -> list[Damage]:
-        """What ``recover`` found that was no record."""
+        """Damage that ``recover`` found."""
         return self._recovery.damage
 
     def start(self) -> Writer:
-        """Return what appends records, in the running event loop."""
+        """Start the writer in the running event loop and return it."""
         if self._tail is None or self._writer is not None or self._closed:
-            raise LifecycleError("a log is started once, after recover has come to its end")
+            raise LifecycleError("a log can be started only once, after recover has finished")
         self._writer = Writer(
             self._tail,
             asyncio.get_running_loop(),
@@ -210,13 +230,15 @@ class Log:
 
     @property
     def writer(self) -> Writer:
-        """What appends records; ``LifecycleError`` before ``start``."""
+        """Writer of the log; raises ``LifecycleError`` before ``start``."""
         if self._writer is None:
-            raise LifecycleError("the log is not started", backend="native", operation="append")
+            raise LifecycleError(
+                "the log is not started: call start first", backend="native", operation="append"
+            )
         return self._writer
 
     async def rotate(self) -> None:
-        """Begin another segment, so that all that was appended is in complete ones."""
+        """Seal the active segment, so that all appended records are in sealed segments."""
         writer = self.writer
         assert self._tail is not None
         if self._tail.empty:
@@ -226,15 +248,16 @@ class Log:
 
     @property
     def read_only(self) -> bool:
-        """Whether a sync failed: nothing is taken until the log is opened again."""
+        """Whether the disk failed so that nothing can be appended until the log is reopened."""
         return self._tail is not None and self._tail.broken is not None
 
-    # Reading back and maintenance
+    # Reading and maintenance
 
     def read(self, segment: int, offset: int) -> bytes:
-        """The content at a place, checked. Blocking, for any thread.
+        """Return the content of the record at a position. Blocking; thread-safe.
 
-        Raises ``LogDamaged`` if the bytes are not those that were written.
+        Raises:
+            LogDamaged: The record does not match its checksum.
         """
         with self._lock:
             fd, _, salt = self._reader(segment)
@@ -270,9 +293,9 @@ class Log:
             self._disk.close_file(reader[0])
 
     def segments(self) -> list[tuple[int, int]]:
-        """Number and size of every segment that may be rewritten or removed, the oldest first.
+        """Return the number and the size in bytes of every sealed segment, oldest first.
 
-        The one that is being written is not among them. Blocking, for any thread.
+        Blocking; thread-safe.
         """
         active = self._active()
         numbers = sorted(
@@ -288,21 +311,27 @@ class Log:
 
     def _active(self) -> int:
         if self._tail is None:
-            raise LifecycleError("the log is not recovered")
+            raise LifecycleError("the log is not recovered: iterate over recover first")
         return self._tail.number
 
     def entries(self, segment: int) -> Iterator[Entry]:
-        """The records of a segment; of the one being written, those written so far.
+        """Yield the records of a segment; for the active segment, those written so far.
 
-        Blocking, for any thread. Raises ``LogDamaged`` if one of them is not as it was written.
+        Blocking; thread-safe.
+
+        Raises:
+            LogDamaged: A sealed segment is damaged.
         """
         growing = self._tail is not None and segment >= self._tail.number
         return self._recovery.entries(segment, growing=growing)
 
     def remove(self, segments: Collection[int]) -> None:
-        """Delete segments that hold nothing of use any more. Blocking, for any thread.
+        """Delete segments. Blocking; thread-safe.
 
-        They are gone for good when this returns. Raises ``StorageError``.
+        The deletion is durable when this returns.
+
+        Raises:
+            StorageError: The disk failed.
         """
         self._check_sealed(segments)
         for number in sorted(segments):
@@ -310,15 +339,17 @@ class Log:
                 self._forget(number)
             with storage_errors("remove"):
                 self._disk.unlink(name_of(number))
-            # One by one: of removals that are not on the disk yet, a power loss keeps any. The
-            # end of a message must not go before the message.
+            # Sync after each removal: a power loss may undo any removal that is not synced, and
+            # the record that settles a message must not disappear before the message does.
             self._sync_directory("remove")
 
     def rewrite(self, segment: int, contents: Iterable[bytes]) -> Rewrite:
-        """Write a segment anew with ``contents``, beside the old one. Blocking, for any thread.
+        """Write a new version of a segment that contains ``contents``. Blocking; thread-safe.
 
-        ``install`` puts it in the old one's place. A crash before that leaves the old one. Raises
-        ``StorageError``; the log is as before then.
+        ``install`` replaces the old version with it. Until then, a crash leaves the old version.
+
+        Raises:
+            StorageError: The disk failed. The log is unchanged.
         """
         self._check_sealed([segment])
         with self._lock:
@@ -336,9 +367,13 @@ class Log:
         return Rewrite(segment, name, offsets)
 
     def install(self, rewrite: Rewrite) -> None:
-        """Put a rewritten segment in place, for good when this returns. Blocking, for any thread.
+        """Replace a segment with its new version. Blocking; thread-safe.
 
-        ``read`` goes on in the old one until ``activate_rewrite``. Raises ``StorageError``.
+        The replacement is durable when this returns. ``read`` uses the old version until
+        ``activate_rewrite`` is called.
+
+        Raises:
+            StorageError: The disk failed.
         """
         with self._lock, storage_errors("install"):
             self._pinned.add(rewrite.number)
@@ -347,12 +382,12 @@ class Log:
         self._sync_directory("install")
 
     def discard_rewrite(self, rewrite: Rewrite) -> None:
-        """Remove a rewritten segment that is not wanted after all. Blocking, for any thread."""
+        """Delete a rewritten segment that was not installed. Blocking; thread-safe."""
         with storage_errors("drop"):
             self._disk.unlink(rewrite.name)
 
     def activate_rewrite(self, segment: int) -> None:
-        """From now on places are those of the installed segment."""
+        """Use the installed version of a segment for all further reads."""
         with self._lock:
             self._pinned.discard(segment)
             self._forget(segment)
@@ -361,7 +396,8 @@ class Log:
         try:
             self._disk.sync_directory()
         except OSError as error:
-            # A removed segment may come back, without those that say what became of its messages.
+            # After a power loss, a removed segment may reappear without the records that settle
+            # its messages.
             if self._tail is not None:
                 self._tail.broken = error
             raise read_only(error, operation) from error
@@ -369,14 +405,20 @@ class Log:
     def _check_sealed(self, segments: Collection[int]) -> None:
         active = self._active()
         if any(number >= active for number in segments):
-            raise LifecycleError(f"segment {active} is being written")
+            raise LifecycleError(
+                f"segment {active} is being written: only sealed segments can be rewritten or "
+                "removed"
+            )
 
-    # Ending
+    # Closing
 
     async def close(self) -> None:
-        """Write what was appended, sync it, and let the directory go. Again: nothing happens.
+        """Write all appended records, and unlock the directory. Idempotent.
 
-        Raises ``ReadOnly`` if that last sync fails; the directory is let go all the same.
+        The records are synced unless ``fsync`` is ``"never"``.
+
+        Raises:
+            ReadOnly: The last sync failed. The directory is unlocked anyway.
         """
         if self._closed:
             return
@@ -395,12 +437,12 @@ class Log:
 
 @contextmanager
 def storage_errors(operation: str) -> Generator[None]:
-    """Raise ``StorageError`` for an ``OSError``; nothing has changed then."""
+    """Convert an ``OSError`` to a ``StorageError`` which states that the log is unchanged."""
     try:
         yield
     except OSError as error:
         raise StorageError(
-            f"the disk refused ({error}); the log is as before",
+            f"the disk failed ({error}); the log is unchanged",
             backend="native",
             operation=operation,
             cause=error,
@@ -408,7 +450,7 @@ def storage_errors(operation: str) -> Generator[None]:
 
 
 def positions(first: Position, contents: Iterable[bytes]) -> list[Position]:
-    """The place of each record of a batch, from the place of its first.
+    """Return the position of each record of a batch, given the position of the first record.
 
     >>> positions((1, 80), [b"one", b"three"])
     [(1, 80), (1, 93)]

@@ -1,9 +1,9 @@
-"""Reading the log from outside, by places: a range of it says the same whenever it is read.
+"""Reading the log from another process: a range of positions always yields the same messages.
 
-A place is a segment and an offset in it. Records count where they stand, but for those of a bulk
-file: they count once its BULK_IMPORT is further on, and not at all if it never comes. So no end is
-chosen behind one that is not decided yet. Segments that a reader has asked for are never rewritten
-(``retention.py``), which is what keeps its places valid.
+A position is a segment and an offset in it. A record of a bulk file is valid only if the
+BULK_IMPORT of the file follows in the log. So a plan ends before the first record of a bulk file
+whose import may still complete. Segments that a reader has retained are never rewritten
+(``retention.py``), so its positions stay valid.
 """
 
 from __future__ import annotations
@@ -63,33 +63,40 @@ __all__ = [
     "read_range",
 ]
 
-READ_WINDOW_BYTES: Final = 4 << 20  # bytes read at once
-MAX_RANGE_BYTES: Final = 4 << 20  # bytes of the log after which a batch is cut for another task
+READ_WINDOW_BYTES: Final = 4 << 20  # minimum size of one read
+MAX_RANGE_BYTES: Final = 4 << 20  # size at which a range ends; each task reads one range
 
-SeqRange = tuple[int, int]  # the first and last number of a bulk file's messages
+SeqRange = tuple[int, int]  # first and last seq of a bulk file's messages
 
 
 class LogPosition(NamedTuple):
-    """Where a record begins; all before it was read. ``LogPosition()`` is before everything."""
+    """Position up to which the log was read. The default is the beginning of the log."""
 
     segment: int = 0
     offset: int = 0
 
 
 class LogRange(NamedTuple):
-    """A part of one segment, for one task to read: what it needs to know goes with it."""
+    """Part of one segment, with everything that a task needs to read it."""
 
-    log: bytes  # the log's id
+    log: bytes  # id of the log
     segment: int
     generation: int
     start: int
     end: int
     queues: tuple[int, ...]
-    bulks: tuple[SeqRange, ...]  # the bulk messages that count
+    bulks: tuple[SeqRange, ...]  # seq ranges of valid messages of bulk files
 
 
 class ReadPlan(NamedTuple):
-    """What was found from a place on: its end, how many messages, the channel's queues by then."""
+    """Result of ``LogReader.plan``.
+
+    Attributes:
+        end: Position at which the plan ends.
+        messages: Number of messages to read.
+        queues: Log numbers of the channel's queues, up to ``end``.
+        ranges: Ranges to read.
+    """
 
     end: LogPosition
     messages: int
@@ -98,7 +105,9 @@ class ReadPlan(NamedTuple):
 
 
 class LogReader:
-    """The log of a directory as far as one channel is concerned; no process need own it.
+    """Reader of one channel's messages in a log.
+
+    It works whether or not a process owns the directory.
 
     >>> LogReader("nowhere", "orders").plan(LogPosition(), frozenset(), 100).messages
     0
@@ -107,8 +116,8 @@ class LogReader:
     def __init__(self, path: str | os.PathLike[str], channel: str) -> None:
         self._log = Path(path) / "log"
         self._channel = channel
-        self._bulks: list[SeqRange] = []  # those that were taken in whole
-        self._looked = LogPosition()  # up to where they are known
+        self._bulks: list[SeqRange] = []  # of imported bulk files, sorted
+        self._scanned_to = LogPosition()  # end of the scan for imported bulk files
 
     def plan(
         self,
@@ -118,11 +127,18 @@ class LogReader:
         *,
         stop: LogPosition | None = None,
     ) -> ReadPlan:
-        """Go from ``start`` over at most ``limit`` messages, or up to ``stop``.
+        """Plan the ranges to read for the messages after a position.
 
-        ``queues`` are the numbers that the channel is known to have had before ``start``. All that
-        was found is on the disk when this returns: whatever happens, it will be there again.
-        Raises ``StorageError`` if ``start`` is no place of this log any more.
+        The planned messages are on disk when this returns.
+
+        Args:
+            start: Position to start from.
+            queues: Log numbers of the channel's queues that were declared before ``start``.
+            limit: Maximum number of messages to read. Default: no limit.
+            stop: Position to stop at. Default: the end of the log.
+
+        Raises:
+            StorageError: The log no longer contains ``start``.
         """
         found = _Found(start, set(queues))
         numbers = [number for number in _segments(self._log) if number >= start.segment]
@@ -140,8 +156,8 @@ class LogReader:
                 going = self._walk(segment, begin, last, found, limit)
                 if number == numbers[-1]:
                     os.fdatasync(segment.fd)
-                elif going and found.end.offset != size:  # it has a successor, so it is complete
-                    raise damaged(f"segment {number} cannot be read at {found.end.offset}")
+                elif going and found.end.offset != size:  # a segment with a successor is complete
+                    raise damaged(f"segment {number} cannot be read at offset {found.end.offset}")
             if not going:
                 break
         return ReadPlan(found.end, found.count, frozenset(found.queues), found.ranges)
@@ -149,9 +165,9 @@ class LogReader:
     def _walk(
         self, segment: _Segment, begin: int, stop: int | None, found: _Found, limit: int | None
     ) -> bool:
-        """Through one segment; whether to go on with the next."""
+        """Walk through one segment; return whether to continue with the next."""
         bulks: set[SeqRange] = set()
-        cut = place = begin
+        cut = position = begin
         going = True
         for _, after, content in segment.records(begin, stop):
             kind = content[0]
@@ -159,8 +175,8 @@ class LogReader:
                 record = decode(content)
                 if isinstance(record, Declare) and record.name == self._channel:
                     found.queues.add(record.queue)
-            elif (whose := _queue_and_seq(content, kind)) is not None:
-                queue, seq, bulk = whose
+            elif (message := _queue_and_seq(content, kind)) is not None:
+                queue, seq, bulk = message
                 if bulk:
                     range_ = self._range_of(seq)
                     if range_ is None and self._is_open(seq):
@@ -169,40 +185,47 @@ class LogReader:
                     if range_ is not None:
                         bulks.add(range_)
                     else:
-                        queue = -1  # of an attempt that a crash ended: it does not count
+                        queue = -1  # from an import that a crash interrupted: not valid
                 if queue in found.queues:
                     if found.count == limit:
                         going = False
                         break
                     found.count += 1
-            place = after
+            position = after
             if after - cut >= MAX_RANGE_BYTES:
                 found.add(segment, cut, after, bulks)
                 cut = after
-        if place > cut:
-            found.add(segment, cut, place, bulks)
-        found.end = LogPosition(segment.header.number, place)
+        if position > cut:
+            found.add(segment, cut, position, bulks)
+        found.end = LogPosition(segment.header.number, position)
         return going
 
     def _range_of(self, seq: int) -> SeqRange | None:
-        """The bulk file, taken in whole, that brought a message; looks further if need be."""
+        """Return the seq range of the imported bulk file that contains a message, or ``None``.
+
+        Scans more of the log if needed.
+        """
         if not self._bulks or seq > self._bulks[-1][1]:
-            self._look_ahead()
+            self._scan_imports()
         at = bisect_right(self._bulks, (seq, 1 << 64)) - 1
         if at >= 0 and self._bulks[at][0] <= seq <= self._bulks[at][1]:
             return self._bulks[at]
         return None
 
     def _is_open(self, seq: int) -> bool:
-        """Whether its BULK_IMPORT may still come: files are taken in one after the other."""
+        """Return whether the import of a message's bulk file may still complete.
+
+        Files are imported one by one, so it cannot once a later file has been imported.
+        """
         return not self._bulks or seq > self._bulks[-1][1]
 
-    def _look_ahead(self) -> None:
-        """Find out which bulk files are complete, from where this was found out before."""
+    def _scan_imports(self) -> None:
+        """Continue the scan for imported bulk files up to the end of the log."""
+        scanned_to = self._scanned_to
         for number in _segments(self._log):
-            if number < self._looked.segment:
+            if number < scanned_to.segment:
                 continue
-            begin = self._looked.offset if number == self._looked.segment else HEADER_SIZE
+            begin = scanned_to.offset if number == scanned_to.segment else HEADER_SIZE
             with _opened(self._log, number) as segment:
                 for _, after, content in segment.records(begin):
                     if content[0] == BULK_IMPORT:
@@ -210,11 +233,11 @@ class LogReader:
                         if isinstance(record, BulkImport):
                             insort(self._bulks, (record.first, record.last))
                     begin = after
-            self._looked = LogPosition(number, begin)
+            self._scanned_to = LogPosition(number, begin)
 
 
 class _Found:
-    """What a walk has come to so far."""
+    """Result of ``LogReader.plan`` so far."""
 
     def __init__(self, end: LogPosition, queues: set[int]) -> None:
         self.end = end
@@ -231,14 +254,14 @@ class _Found:
 
 
 class _Segment:
-    """An open segment; records are read in windows, so memory is flat in its size."""
+    """Open segment, read in windows so that memory use does not grow with its size."""
 
     def __init__(self, fd: int, header: Header) -> None:
         self.fd = fd
         self.header = header
 
     def records(self, begin: int, stop: int | None = None) -> Iterator[tuple[int, int, bytes]]:
-        """Offset, offset of the next, and content, up to ``stop`` or to what is no whole record."""
+        """Yield offset, next offset and content of each record, up to ``stop`` or to damage."""
         salt, offset = self.header.salt, begin
         data, base = b"", begin
         while stop is None or offset < stop:
@@ -273,23 +296,26 @@ def _opened(log: Path, number: int) -> Generator[_Segment]:
 
 
 def read_range(path: str | os.PathLike[str], log_range: LogRange) -> Iterator[Publish]:
-    """The messages of a piece, in their order.
+    """Yield the messages of a range, in order.
 
-    Raises ``StorageError`` if the segment was rewritten since, or this is another directory than
-    the one in which the piece was chosen, and ``LogDamaged``.
+    Raises:
+        StorageError: The segment was rewritten after the range was planned, or ``path`` is not the
+            directory for which it was planned.
+        LogDamaged: The segment is damaged.
     """
-    queues, place = set(log_range.queues), log_range.start
+    queues, position = set(log_range.queues), log_range.start
     if log_id(path) != log_range.log:
         raise not_shared(path)
     with _opened(Path(path) / "log", log_range.segment) as segment:
         if segment.header.generation != log_range.generation:
             raise _gone(log_range.segment)
         for _, after, content in segment.records(log_range.start, log_range.end):
-            place = after
-            whose = _queue_and_seq(content, content[0])
-            if whose is None or whose[0] not in queues:
+            position = after
+            message = _queue_and_seq(content, content[0])
+            if message is None or message[0] not in queues:
                 continue
-            if whose[2] and not any(first <= whose[1] <= last for first, last in log_range.bulks):
+            _, seq, bulk = message
+            if bulk and not any(first <= seq <= last for first, last in log_range.bulks):
                 continue
             record = decode(content)
             if isinstance(record, Publish):
@@ -298,19 +324,19 @@ def read_range(path: str | os.PathLike[str], log_range: LogRange) -> Iterator[Pu
                 yield record.message
             elif isinstance(record, DeadLetterMove):
                 yield record.letter
-    if place != log_range.end:
-        raise damaged(f"segment {log_range.segment} cannot be read at {place}")
+    if position != log_range.end:
+        raise damaged(f"segment {log_range.segment} cannot be read at offset {position}")
 
 
 class Imported(NamedTuple):
-    """What the log tells of a bulk file that was imported."""
+    """Imported bulk file: number of messages, and queues of the messages still in the log."""
 
     messages: int
-    queues: set[str]  # of those of its messages that are still in the log
+    queues: set[str]
 
 
 def imported(path: str | os.PathLike[str], jobs: Collection[str]) -> dict[str, Imported]:
-    """Return those of the bulk files that the log says were imported. Reads the whole log."""
+    """Return the bulk files in ``jobs`` that were imported, by name. Reads the whole log."""
     log = Path(path) / "log"
     ranges: dict[str, SeqRange] = {}
     names: dict[int, str] = {}
@@ -336,7 +362,7 @@ def imported(path: str | os.PathLike[str], jobs: Collection[str]) -> dict[str, I
 
 
 def channels(path: str | os.PathLike[str]) -> set[str]:
-    """Return the names of the queues and topics that the log tells of. Reads the whole log."""
+    """Return the names of all queues and topics in the log. Reads the whole log."""
     names: dict[int, str] = {}
     with retention_lock(Path(path)):
         for content in _contents(Path(path) / "log", (DECLARE, DELETE)):
@@ -375,17 +401,20 @@ def _segments(log: Path) -> list[int]:
 
 
 def not_shared(path: str | os.PathLike[str]) -> StorageError:
-    """Return the error of a process that sees another directory than the Spark driver."""
+    """Return the error for a process that sees another directory than the Spark driver."""
     return StorageError(
-        f"{path} on {gethostname()} is not the directory that the driver sees: the directory must "
-        "be on a file system that all executors share, under the same path",
+        f"{path} on {gethostname()} is not the directory of the driver: the directory must be on a "
+        "file system that all executors share, under the same path",
         backend="native",
         operation="open",
     )
 
 
 def _queue_and_seq(content: bytes, kind: int) -> tuple[int, int, bool] | None:
-    """Queue and number of the message that a record brings, and whether it is a bulk file's."""
+    """Return queue and seq of the message in a record, and whether it is from a bulk file.
+
+    Returns ``None`` for a record without a message.
+    """
     if kind == PUBLISH:
         at = 0
     elif kind == FANOUT:
@@ -400,8 +429,8 @@ def _queue_and_seq(content: bytes, kind: int) -> tuple[int, int, bool] | None:
 
 def _gone(number: int) -> StorageError:
     return StorageError(
-        f"the log has no longer what segment {number} held when this place in it was noted: the "
-        "reader stayed away for too long. Begin anew, with another checkpoint",
+        f"segment {number} of the log was rewritten or removed after the reader saved its "
+        "position, because the reader was stopped for too long: start with a new checkpoint",
         backend="native",
         operation="read",
     )

@@ -1,8 +1,9 @@
-"""What the log remembers: one kind of record for each change of the engine's state, and its layout.
+"""Record types of the log, one for each kind of state change, and their binary layout.
 
-A record's content is a type byte, a fixed little-endian header and variable parts. ``encode.py``
-writes contents, ``decode`` here reads them, ``segment.py`` frames them with a length and checksums.
-Times are wall times in seconds, 0 for none: monotonic time means nothing after a restart.
+The content of a record is a type byte, a fixed little-endian header and variable parts.
+``encode.py`` writes contents, ``decode`` reads them, and ``segment.py`` frames them with a length
+and checksums. Times are wall times in seconds, because monotonic time is meaningless after a
+restart; 0 means none.
 
 >>> decode(b"\\x02\\x07\\0\\0\\0")
 Delete(queue=7)
@@ -35,9 +36,9 @@ __all__ = [
     "decode_publish",
 ]
 
-MAX_CONTENT: Final = 1 << 30  # so that two of them fit any segment's 32-bit offsets
+MAX_CONTENT: Final = 1 << 30  # bytes; twice as much still fits into the 32-bit offsets of a segment
 
-# Type bytes of records are 1–31; the segment keeps those from 0xF0 on for itself.
+# Record types are 1–31. Types from 0xF0 on are reserved for the segment itself.
 DECLARE: Final = 1
 DELETE: Final = 2
 PUBLISH: Final = 3
@@ -49,34 +50,34 @@ DEAD_LETTER_MOVE: Final = 8
 REMOVE: Final = 9
 BULK_IMPORT: Final = 10
 
-EXTENDED: Final = 1  # PUBLISH: the rare fields follow
-KEYED: Final = 2  # PUBLISH: there is a key, perhaps an empty one
-BULK: Final = 4  # PUBLISH: of a bulk file, and counts only if its BULK_IMPORT follows
-REPLACED: Final = 1  # RELEASE: headers follow, else they stay as they were
-GROUPED: Final = 1  # DECLARE: one group's share of a topic
+EXTENDED: Final = 1  # PUBLISH: rarely used fields follow
+KEYED: Final = 2  # PUBLISH: there is a key, possibly empty
+BULK: Final = 4  # PUBLISH: from a bulk file; valid only if the BULK_IMPORT of the file follows
+REPLACED: Final = 1  # RELEASE: new headers follow; without this flag, headers are unchanged
+GROUPED: Final = 1  # DECLARE: the queue belongs to a topic's group
 
-MESSAGE: Final = struct.Struct("<BBIQBdH")  # type, flags, queue, seq, priority, at, id bytes
-QUEUE_SEQ: Final = struct.Struct("<IQ")  # its queue and seq
+MESSAGE: Final = struct.Struct("<BBIQBdH")  # type, flags, queue, seq, priority, at, id length
+QUEUE_SEQ: Final = struct.Struct("<IQ")  # queue and seq inside a MESSAGE
 QUEUE_SEQ_OFFSET: Final = 2
-MESSAGE_EXTRA: Final = struct.Struct("<ddIHI")  # due, expires, attempt, key bytes, header bytes
-DECLARATION: Final = struct.Struct("<BBIHH")  # type, flags, queue, name bytes, group bytes
+MESSAGE_EXTRA: Final = struct.Struct("<ddIHI")  # due, expires, attempt, key length, header length
+DECLARATION: Final = struct.Struct("<BBIHH")  # type, flags, queue, name length, group length
 QUEUE: Final = struct.Struct("<BI")  # type, queue
 ONE_SEQ: Final = struct.Struct("<BIQ")  # type, queue, seq
 ONE_CLAIM: Final = struct.Struct("<BIQI")  # type, queue, seq, attempt
 RELEASE_LAYOUT: Final = struct.Struct("<BBIQId")  # type, flags, queue, seq, attempt, due
-TARGETS: Final = struct.Struct("<BH")  # type, targets
+TARGETS: Final = struct.Struct("<BH")  # type, number of targets
 BULK_IMPORT_LAYOUT: Final = struct.Struct("<BQQ")  # type, first seq, last seq
 
 
 class RecordError(QueueError, ValueError):
-    """A content that is no record of this format, or values that no record can hold."""
+    """Error for bytes that are not a valid record, or for values that do not fit into one."""
 
 
 class Declare(NamedTuple):
-    """A queue, or one group's share of a topic, exists from here on, or has other limits.
+    """Record that a queue, or the queue of a topic's group, was created or reconfigured.
 
-    ``queue`` is its number in the log: given once, never again, so that a queue deleted and made
-    anew under its old name shares nothing with the first.
+    ``queue`` is the number of the queue in the log. Numbers are never reused, so a queue that is
+    deleted and created again under the same name shares nothing with the first.
     """
 
     queue: int
@@ -86,15 +87,16 @@ class Declare(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """The queue and all it held are gone."""
+    """Record that a queue was deleted with its messages."""
 
     queue: int
 
 
 class Publish(NamedTuple):
-    """A message was accepted. ``attempt`` counts deliveries so far, for logs written anew.
+    """Record that a message was accepted.
 
-    ``bulk``: by a bulk file, so that it counts only if the ``Inbox`` of that follows.
+    ``attempt`` is the number of deliveries so far. If ``bulk`` is true, the message is from a bulk
+    file and valid only if the ``BulkImport`` of that file follows.
     """
 
     queue: int
@@ -112,9 +114,9 @@ class Publish(NamedTuple):
 
 
 class Fanout(NamedTuple):
-    """A message was accepted by several groups of a topic at once: all of them or none.
+    """Record that a message was accepted for several groups of a topic, atomically.
 
-    ``targets`` are (queue, seq) pairs; the first is also ``message``'s own.
+    ``targets`` are (queue, seq) pairs. The first pair is also in ``message``.
     """
 
     targets: tuple[tuple[int, int], ...]
@@ -122,7 +124,7 @@ class Fanout(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Messages were handed out, each for the time that ``attempts`` says."""
+    """Record that messages were delivered; ``attempts`` has the attempt number of each."""
 
     queue: int
     seqs: tuple[int, ...]
@@ -130,14 +132,14 @@ class Claim(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """The work on these messages is done."""
+    """Record that messages were acked."""
 
     queue: int
     seqs: tuple[int, ...]
 
 
 class Release(NamedTuple):
-    """A message was given back; ``headers`` is ``None`` where they stay as they were."""
+    """Record that a message was released; ``headers`` is ``None`` if they are unchanged."""
 
     queue: int
     seq: int
@@ -147,7 +149,7 @@ class Release(NamedTuple):
 
 
 class DeadLetterMove(NamedTuple):
-    """A message left its queue and its dead letter entered another, in one step."""
+    """Record that a message left its queue and became a dead letter in another, atomically."""
 
     queue: int
     seq: int
@@ -155,14 +157,14 @@ class DeadLetterMove(NamedTuple):
 
 
 class Remove(NamedTuple):
-    """These messages were purged, dropped or removed by hand."""
+    """Record that messages were removed without an ack, for example purged or dropped."""
 
     queue: int
     seqs: tuple[int, ...]
 
 
 class BulkImport(NamedTuple):
-    """A bulk file was taken in whole, by the bulk messages ``first`` to ``last``; never again."""
+    """Record that a bulk file was imported; ``first`` to ``last`` are the seqs of its messages."""
 
     name: str
     first: int
@@ -184,26 +186,26 @@ Record: TypeAlias = (
 
 
 def decode(content: bytes) -> Record:
-    """The record that a content holds; ``RecordError`` if it holds none."""
+    """Decode the content of a record; raise ``RecordError`` if it is not valid."""
     try:
         return _DECODERS[content[0]](content)
     except RecordError:
         raise
     except (LookupError, ValueError, struct.error) as error:
         kind = content[0] if content else "none"
-        raise RecordError(f"no record of this format: type {kind}: {error!r}") from error
+        raise RecordError(f"invalid record of type {kind}: {error!r}") from error
 
 
 def decode_publish(content: bytes, start: int = 0) -> Publish:
-    """The message whose record begins at ``start``."""
+    """Decode the ``Publish`` record that begins at ``start``."""
     kind, flags, queue, seq, priority, at, id_length = MESSAGE.unpack_from(content, start)
     if kind != PUBLISH:
-        raise RecordError(f"a record of type {kind} where a message was expected")
+        raise RecordError(f"expected a PUBLISH record, got a record of type {kind}")
     position = start + MESSAGE.size
     if not flags & EXTENDED:
         end = position + id_length
         if end > len(content):
-            raise RecordError("a message shorter than its own parts")
+            raise RecordError("the message is shorter than its parts")
         name = content[position:end].decode()
         return Publish(
             queue, seq, name, content[end:], priority, at, 0.0, 0.0, None, None, 0, flags == BULK
@@ -214,7 +216,7 @@ def decode_publish(content: bytes, start: int = 0) -> Publish:
     at_headers = at_key + key_length
     at_body = at_headers + header_length
     if at_body > len(content):
-        raise RecordError("a message shorter than its own parts")
+        raise RecordError("the message is shorter than its parts")
     return Publish(
         queue,
         seq,

@@ -1,4 +1,4 @@
-"""Reading a log back after a stop of any kind, and making it fit to be written again."""
+"""Recovery of a log after a shutdown, a crash or a power loss."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ __all__ = ["Entry", "Recovery"]
 
 
 class Entry(NamedTuple):
-    """A record found in the log, and its place."""
+    """Record of the log and its position."""
 
     position: Position
     content: bytes
 
 
 class Recovery:
-    """One pass over the segments.
+    """Recovery of a log in one pass over its segments, which keeps every valid record.
 
-    What validates is kept. The end of the last segment that does not, with nothing sound behind
-    it, is cut off. A hole there among writes that were never synced is closed, and what follows it
-    stays. Any other hole raises ``LogDamaged``, or with ``repair`` is stepped over: the segment
-    is written anew without it, and the damaged file kept as ``….seg.damaged-N``.
+    - An invalid end of the last segment is truncated.
+    - A hole in the last segment among records that were never synced is removed. The records after
+      it are kept.
+    - Any other hole raises ``LogDamaged``. With ``repair`` the segment is rewritten without the
+      hole, and the damaged file is kept as ``….seg.damaged-N``.
     """
 
     def __init__(self, disk: Disk, *, repair: bool = False) -> None:
@@ -47,22 +48,22 @@ class Recovery:
         self._repair = repair
         self.damage: list[Damage] = []
         self.segments: list[int] = []
-        self.log_id = b""
+        self.log_id: bytes = b""
         self._highest = 0
         self._headers: dict[int, Header | None] | None = None
         self._active: tuple[Header, bytes, Scan] | None = None
 
     def inspect(self) -> dict[int, Header | None]:
-        """The header of every segment, ``None`` for one that is unreadable or another log's.
+        """Return the header of every segment; ``None`` if unreadable or from another log.
 
-        Nothing is changed before every header has been found to be of this format.
+        No file is changed until all headers are known to have a supported format.
         """
         if self._headers is None:
             self._headers = self._read_headers()
         return self._headers
 
     def records(self, start: Position | None = None) -> Iterator[Entry]:
-        """Every record from ``start`` on, in the order in which they were written."""
+        """Yield every record from ``start`` on, in the order in which they were written."""
         headers = self.inspect()
         for number in list(self.segments):
             last = number == self.segments[-1]
@@ -78,7 +79,11 @@ class Recovery:
                 self._active = loaded
 
     def entries(self, number: int, *, growing: bool = False) -> Iterator[Entry]:
-        """The records of one complete segment, which must be whole, or so far of a growing one."""
+        """Yield the records of a sealed segment, or those written so far to a ``growing`` one.
+
+        Raises:
+            LogDamaged: A sealed segment is damaged.
+        """
         data = self._read(number)
         header, _ = read_header(data, number)
         if header is None:
@@ -86,8 +91,8 @@ class Recovery:
         found = scan(data, header.salt)
         damage = [] if growing else self._judge(number, found, last=False)
         if damage:
-            places = "; ".join(map(str, damage))
-            raise damaged(f"stored records cannot be read: {places}", damage)
+            details = "; ".join(map(str, damage))
+            raise damaged(f"stored records cannot be read: {details}", damage)
         return _entries(number, data, found)
 
     def _read_headers(self) -> dict[int, Header | None]:
@@ -103,7 +108,7 @@ class Recovery:
         ids = [header.log_id for header in headers.values() if header is not None]
         self.log_id = ids[0] if ids else os.urandom(16)
         for name in names:
-            if name.endswith(".tmp"):  # of a rotation or a rewrite that did not come to its end
+            if name.endswith(".tmp"):  # left by an interrupted rotation or rewrite
                 self._disk.unlink(name)
         for number, bad in broken:
             header = headers[number]
@@ -122,7 +127,7 @@ class Recovery:
             self._disk.close_file(fd)
 
     def _restore(self, header: Header, broken: list[int]) -> None:
-        """Write the whole copy of a header over the broken one, whatever becomes of the rest."""
+        """Overwrite the broken copy of a header with the intact one."""
         half = HEADER_SIZE // 2
         fd = self._disk.open(name_of(header.number))
         try:
@@ -139,13 +144,13 @@ class Recovery:
         self, number: int, header: Header | None, last: bool
     ) -> tuple[Header, bytes, Scan] | None:
         data = self._read(number)
-        if last and len(data) < HEADER_SIZE:  # cut short; no record was ever in what is left
+        if last and len(data) < HEADER_SIZE:  # cut short before any record was written
             self.damage.append(Damage("torn", number, 0, len(data)))
             self._disk.unlink(name_of(number))
             self.segments.remove(number)
             return None
         if header is None:
-            words = "the header is unreadable or another log's"
+            words = "the header is unreadable or belongs to another log"
             self._lost([Damage("damaged", number, 0, len(data), words)])
             self._quarantine(number, keep=False)
             self.segments.remove(number)
@@ -168,31 +173,32 @@ class Recovery:
         if found.torn:
             damage.append(Damage("torn" if last else "damaged", number, found.end, found.torn))
         if not last and not found.sealed:
-            damage.append(Damage("damaged", number, found.end, 0, "its end is missing"))
+            damage.append(Damage("damaged", number, found.end, 0, "the end is missing"))
         return damage
 
     def _lost(self, damage: list[Damage]) -> None:
         if damage and not self._repair:
-            places = "; ".join(map(str, damage))
+            details = "; ".join(map(str, damage))
             raise damaged(
-                f"stored records of {self._disk.path} cannot be read: {places}. Restore it from a "
-                "copy, or open it with repair=True, which keeps all that is whole",
+                f"stored records in {self._disk.path} cannot be read ({details}): restore the "
+                "directory from a backup, or open it with repair=True, which keeps all intact "
+                "records",
                 damage,
             )
         self.damage += damage
 
     def _quarantine(self, number: int, *, keep: bool) -> None:
-        """Keep a damaged file for whoever wants to look into it; with ``keep`` under both names."""
-        name, taken = name_of(number), set(self._disk.names())
-        aside = next(
+        """Rename a damaged file for inspection; with ``keep``, also keep it under its own name."""
+        name, existing = name_of(number), set(self._disk.names())
+        new_name = next(
             other
             for other in (f"{name}.damaged-{count}" for count in itertools.count(1))
-            if other not in taken
+            if other not in existing
         )
         if keep:
-            self._disk.link(name, aside)
+            self._disk.link(name, new_name)
         else:
-            self._disk.rename(name, aside)
+            self._disk.rename(name, new_name)
 
     def _rewrite(
         self, header: Header, data: bytes, found: Scan, damage: Iterable[Damage], *, sealed: bool
@@ -211,21 +217,22 @@ class Recovery:
         return header
 
     def tail(self, segment_bytes: int) -> Tail:
-        """Where to go on writing. Everything that was read is on disk when this returns."""
+        """Return the tail to append to, after syncing all records that were read."""
         disk = self._disk
         tail = Tail(disk, self.log_id, self._highest, segment_bytes=segment_bytes)
         if self._active is not None:
             header, data, found = self._active
             fd = disk.open(name_of(header.number))
             disk.truncate(fd, found.end)
-            # After a kill these bytes may be in memory only, and after a failed fsync the system
-            # takes them for written. The same bytes written again are synced for certain.
+            # If the last owner was killed, these bytes may be only in the page cache, and after a
+            # failed fsync the kernel treats them as clean. Writing the same bytes again makes the
+            # sync effective.
             begin = found.synced if found.synced > HEADER_SIZE else HEADER_SIZE
             rest = memoryview(data)[begin : found.end]
             while rest:
                 rest = rest[disk.write(fd, rest, found.end - len(rest)) :]
             disk.sync(fd)
-            if found.sealed:  # the next segment was not made any more
+            if found.sealed:  # the process ended before it created the next segment
                 disk.close_file(fd)
             else:
                 tail.resume(header, fd, found.end)

@@ -1,9 +1,9 @@
-"""Segments that readers outside the engine still need: compaction does not touch them.
+"""Retention of segments that other processes still read; compaction does not change them.
 
-    readers/NAME    {"segment": the first that is still wanted, "until": when that ends}
+    readers/NAME    {"segment": first segment to retain, "until": wall time of expiry}
 
-Both sides hold a lock on ``log/`` for a moment: a reader while it says what it wants, compaction
-while it looks and exchanges segments. So nothing vanishes that a reader has asked for.
+A reader locks ``log/`` while it writes its file. Compaction locks it while it reads these files
+and replaces segments. So no segment that a reader has retained is replaced.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from qkit.native.log.disk import sync_path
 
 __all__ = ["is_retained", "release", "retain", "retention_lock"]
 
-logger = logging.getLogger("qkit.native")
+logger: logging.Logger = logging.getLogger("qkit.native")
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 def retain(path: Path, name: str, segment: int, *, until: float) -> None:
-    """Retain ``segment`` and all later ones as they are, up to a wall time.
+    """Retain ``segment`` and all later segments unchanged until the wall time ``until``.
 
-    When this returns no exchange of them is under way, and none begins. Again moves the border,
-    or the time.
+    When this returns, none of them is being replaced. Call this again to change the segment or the
+    time.
     """
     with _locked(path):
         directory = path / "readers"
@@ -51,19 +51,22 @@ def retain(path: Path, name: str, segment: int, *, until: float) -> None:
 
 
 def is_retained(path: Path, name: str) -> bool:
-    """Return whether the log is still retained for a reader: it renewed in time."""
+    """Return whether segments are retained for a reader.
+
+    False once compaction has found that the reader did not renew its retention in time.
+    """
     return (path / "readers" / _checked(name)).exists()
 
 
 def release(path: Path, name: str) -> None:
-    """Retain nothing for this reader any more."""
+    """End the retention for a reader."""
     (path / "readers" / _checked(name)).unlink(missing_ok=True)
 
 
 @contextmanager
 def retention_lock(path: Path) -> Generator[int | None]:
-    """The first segment that must stay as it is, ``None`` if all may go, while this lasts."""
-    if not (path / "log").exists():  # a disk in memory has no readers outside
+    """Hold the retention lock; yield the number of the first retained segment, or ``None``."""
+    if not (path / "log").exists():  # an in-memory disk, which other processes cannot read
         yield None
         return
     with _locked(path):
@@ -71,25 +74,33 @@ def retention_lock(path: Path) -> Generator[int | None]:
 
 
 def _border(directory: Path, now: float) -> int | None:
-    wanted: list[int] = []
+    retained: list[int] = []
     if directory.is_symlink() or not directory.is_dir():
         return None
     for file in directory.iterdir():
         if not _NAME.fullmatch(file.name):
             continue
         try:
-            told = cast("dict[str, float]", json.loads(file.read_text()))
-            segment, until = int(told["segment"]), float(told["until"])
+            fields = cast("dict[str, float]", json.loads(file.read_text()))
+            segment, until = int(fields["segment"]), float(fields["until"])
         except (OSError, ValueError, KeyError, TypeError):
-            logger.warning("readers/%s cannot be read: nothing is taken out of the log", file.name)
+            logger.warning(
+                "readers/%s cannot be read, so the log is not compacted: remove the file if its "
+                "reader is gone",
+                file.name,
+            )
             segment, until = 0, now
         if until < now:
-            logger.warning("the reader %s stayed away: the log is no longer kept", file.name)
+            logger.warning(
+                "reader %s did not renew its retention in time: the log is no longer retained for "
+                "it",
+                file.name,
+            )
             with suppress(OSError):
                 file.unlink()
         else:
-            wanted.append(segment)
-    return min(wanted, default=None)
+            retained.append(segment)
+    return min(retained, default=None)
 
 
 @contextmanager
@@ -104,5 +115,5 @@ def _locked(path: Path) -> Generator[None]:
 
 def _checked(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"a reader is named by 1–100 characters of A-Za-z0-9_-, not {name!r}")
+        raise ConfigError(f"a reader name must be 1–100 characters of A-Za-z0-9_-, got {name!r}")
     return name

@@ -1,18 +1,18 @@
-"""One file of the log: its header, how records are framed in it, and how they are found again.
+"""Format of a segment, which is one file of the log: header, frames, and the scan for frames.
 
-    header   twice the same 40 bytes: magic, version, segment, generation, log id, checksum
+    header   the same 40 bytes twice: magic, version, segment, generation, log id, checksum
     frame    u32 length · u16 check · u32 crc32 · content
 
-Both checks are seeded with the header's checksum (so with the log, the segment and its generation)
-and with the frame's own offset. Bytes of another log, of a deleted segment that a file system
-brings back, or of this segment quoted inside a message never pass for a record. ``check`` covers
-the length alone: it tells a damaged content, which can be stepped over exactly, from a damaged
-length, after which the next frame must be searched.
+``check`` and ``crc32`` are seeded with the frame's offset and with the header's checksum, which
+covers the log id, the segment number and the generation. So bytes from another log, from a deleted
+segment that the file system restored, or from a copy of this segment inside a message are not
+mistaken for records. ``check`` covers only the length. If only the content is damaged, exactly this
+frame is skipped. If the length is damaged, the next frame must be searched for.
 
-Two kinds of content belong to the segment and are never handed out. ``MARK`` says how far the file
-was synced when it was written: a hole before that point is damage, one after it is what a power
-loss leaves of writes that nobody was promised. ``SEAL`` ends a segment that has a successor, so a
-segment cut short at the edge of a record is noticed.
+Two types of content belong to the segment and are not returned as records. ``MARK`` contains the
+offset up to which the file was synced. A hole before that offset is damage; a hole after it is the
+result of a power loss, in data that was not synced yet. ``SEAL`` ends a segment that has a
+successor, so that a segment cut short between two records is detected.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
     "read_header",
     "scan",
     "seal",
+    "write_all",
     "write_segment",
-    "write_whole",
 ]
 
 VERSION: Final = 1
@@ -53,57 +53,58 @@ MARK: Final = 0xF0
 SEAL: Final = 0xF1
 WRITE_CHUNK_BYTES: Final = 1 << 20
 
-# In every version the first 40 bytes mean the same, so any version can be told from damage.
+# Every version has the same layout of the first 40 bytes, so another version is not mistaken for
+# damage.
 _HEADER: Final = struct.Struct("<8sHHII16s")  # magic, version, 0, segment, generation, log id
 _CRC: Final = struct.Struct("<I")
 _COPY: Final = _HEADER.size + _CRC.size
 HEADER_SIZE: Final = 2 * _COPY
 _FRAME: Final = struct.Struct("<IHI")
 FRAME_SIZE: Final = _FRAME.size
-_MARK: Final = struct.Struct("<BId")  # type, synced up to, wall time
-_SPREAD: Final = 0x9E3779B1  # an odd number near 2^32 / φ: neighbouring lengths differ in all bits
+_MARK: Final = struct.Struct("<BId")  # type, offset up to which the file is synced, wall time
+_SPREAD: Final = 0x9E3779B1  # odd number near 2^32 / φ: similar lengths get different checks
 _TYPE: Final = re.compile(rb"[\x01-\x1f\xf0\xf1]")
 _NAME: Final = re.compile(r"(\d{8,10})\.seg(\.damaged-\d+)?")
 
 
 def damaged(message: str, damage: Iterable[Damage] = ()) -> LogDamaged:
-    """The error that says so, and where."""
+    """Return a ``LogDamaged`` error that lists the damage found."""
     error = LogDamaged(message, backend="native", operation="open")
     error.damage = list(damage)
     return error
 
 
 class Header(NamedTuple):
-    """What a segment says of itself."""
+    """Header of a segment."""
 
     number: int
     generation: int
     log_id: bytes
 
     def pack(self) -> bytes:
-        """Both copies."""
+        """Return the bytes of the header: two identical copies."""
         copy = _HEADER.pack(MAGIC, VERSION, 0, self.number, self.generation, self.log_id)
         return (copy + _CRC.pack(crc32(copy))) * 2
 
     @property
     def salt(self) -> int:
-        """What the checks of this segment's frames are seeded with."""
+        """Seed for the checks of this segment's frames."""
         return crc32(self.pack()[: _HEADER.size])
 
 
 class Scan(NamedTuple):
-    """What a segment holds: where its frames begin, and what is between them."""
+    """Result of ``scan``: the frames of a segment and the holes between them."""
 
     offsets: array[int]
-    holes: list[tuple[int, int]]  # offset and length; one that reaches the end is ``torn``
-    torn: int  # bytes at the end that are no frame
-    end: int  # where the last frame ends
-    synced: int  # how far the file was on disk, by its marks
+    holes: list[tuple[int, int]]  # offset and length; a hole at the end is ``torn`` instead
+    torn: int  # bytes after the last frame
+    end: int  # end of the last frame
+    synced: int  # offset up to which the file was synced, according to its marks
     sealed: bool
 
 
 def name_of(number: int) -> str:
-    """The file name of a segment.
+    """Return the file name of a segment.
 
     >>> name_of(1)
     '00000001.seg'
@@ -112,15 +113,19 @@ def name_of(number: int) -> str:
 
 
 def number_of(name: str) -> tuple[int, bool] | None:
-    """The number in a file name, and whether it is a live segment; ``None`` for other files."""
+    """Return the segment number in a file name, and whether the segment is in use.
+
+    A damaged segment that was kept for inspection is not in use. Returns ``None`` for other files.
+    """
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), match[2] is None)
 
 
 def read_header(data: bytes, number: int) -> tuple[Header | None, list[int]]:
-    """The header of segment ``number``, if a copy is whole, and the offsets of those that are not.
+    """Return the header of segment ``number``, and the offsets of its broken copies.
 
-    Raises ``LogVersion`` for a whole header of another format.
+    The header is ``None`` if both copies are broken. Raises ``LogVersion`` for an intact header
+    with another format version.
     """
     header: Header | None = None
     broken: list[int] = []
@@ -133,8 +138,8 @@ def read_header(data: bytes, number: int) -> tuple[Header | None, list[int]]:
         if magic == MAGIC and version != VERSION:
             age = "a newer" if version > VERSION else "an older"
             raise LogVersion(
-                f"segment {number} is of format {version}, {age} one; this qkit reads format "
-                f"{VERSION}: use the qkit that wrote it",
+                f"segment {number} has format {version}, {age} one, but this version of qkit reads "
+                f"format {VERSION}: use the version that wrote it",
                 backend="native",
                 operation="open",
             )
@@ -149,7 +154,10 @@ def read_header(data: bytes, number: int) -> tuple[Header | None, list[int]]:
 
 
 def frame(contents: Iterable[bytes], salt: int, offset: int, parts: list[bytes]) -> int:
-    """Add the frames of ``contents`` from ``offset`` on to ``parts``; return where they end."""
+    """Append the frames of ``contents`` to ``parts``; return the offset at which they end.
+
+    ``offset`` is the offset of the first frame in the file.
+    """
     pack, add = _FRAME.pack, parts.append
     for content in contents:
         length = len(content)
@@ -161,32 +169,32 @@ def frame(contents: Iterable[bytes], salt: int, offset: int, parts: list[bytes])
 
 
 def mark(synced: int, at: float) -> bytes:
-    """The content that says how far the segment is on disk."""
+    """Return a ``MARK``: at wall time ``at`` the segment was on disk up to ``synced``."""
     return _MARK.pack(MARK, synced, at)
 
 
 def seal() -> bytes:
-    """The content that ends a segment."""
+    """Return a ``SEAL``, which ends a segment."""
     return bytes((SEAL,))
 
 
-def write_whole(disk: Disk, fd: int, parts: list[bytes], offset: int) -> None:
-    """Write all of ``parts``, by one call unless they are large or the disk takes less."""
+def write_all(disk: Disk, fd: int, parts: list[bytes], offset: int) -> None:
+    """Write ``parts`` at ``offset``, in one call unless they are large or a write is partial."""
     small = sum(map(len, parts)) < WRITE_CHUNK_BYTES
     for data in (b"".join(parts),) if small else _chunks(parts):
         done = disk.write(fd, data, offset) if data else 0
         while done < len(data):
             more = disk.write(fd, memoryview(data)[done:], offset + done)
             if not more:
-                raise OSError("the disk took nothing and gave no reason")
+                raise OSError("the disk wrote nothing and reported no error")
             done += more
         offset += len(data)
 
 
 def _chunks(parts: list[bytes]) -> Iterator[bytes]:
-    """Join small parts to chunks; a large part is a chunk by itself.
+    """Join small parts into chunks; a large part becomes its own chunk, so it is not copied.
 
-    Joining costs less than a vector of hundreds of small pieces, but large bodies are not copied.
+    Joining small parts is faster than a vectored write of hundreds of them.
     """
     waiting: list[bytes] = []
     size = 0
@@ -207,14 +215,17 @@ def _chunks(parts: list[bytes]) -> Iterator[bytes]:
 def write_segment(
     disk: Disk, header: Header, contents: Iterable[bytes], *, sealed: bool
 ) -> tuple[str, int, list[int]]:
-    """Write a whole segment under a temporary name, for the caller to sync and to rename.
+    """Write a segment under a temporary name. The caller syncs and renames it.
 
-    Return that name, the open file and the contents' offsets. A segment has its real name only
-    when it is complete, so a file with a broken header is damage and never a crash's leftover.
+    A segment gets its real name only when it is complete, so a file with a broken header is always
+    damage, never the result of a crash.
+
+    Returns:
+        The temporary name, the descriptor of the open file, and the offsets of the records.
     """
     name = f"{name_of(header.number)}.{header.generation}.tmp"
     if name in disk.names():
-        disk.unlink(name)  # of an attempt that failed
+        disk.unlink(name)  # left by a failed attempt
     fd = disk.create(name)
     try:
         start, parts, offsets = 0, [header.pack()], list[int]()
@@ -223,11 +234,11 @@ def write_segment(
             offsets.append(offset)
             offset = frame((content,), header.salt, offset, parts)
             if offset - start >= WRITE_CHUNK_BYTES:
-                write_whole(disk, fd, parts, start)
+                write_all(disk, fd, parts, start)
                 start, parts = offset, []
         if sealed:
             frame((seal(),), header.salt, offset, parts)
-        write_whole(disk, fd, parts, start)
+        write_all(disk, fd, parts, start)
     except BaseException:
         disk.close_file(fd)
         disk.unlink(name)
@@ -239,16 +250,22 @@ def write_segment(
 
 
 def frame_length(data: bytes, salt: int, offset: int) -> int | None:
-    """How long the frame that ``data``, read at ``offset``, begins with is; ``None`` if damaged."""
+    """Return the size of the frame at the start of ``data``; ``None`` if its length is damaged.
+
+    ``offset`` is the offset of the frame in the file.
+    """
     if len(data) < FRAME_SIZE:
         return None
     length, check, _ = _FRAME.unpack_from(data)
-    sound = ((salt ^ offset) + length) * _SPREAD >> 16 & 0xFFFF == check
-    return FRAME_SIZE + length if sound else None
+    valid = ((salt ^ offset) + length) * _SPREAD >> 16 & 0xFFFF == check
+    return FRAME_SIZE + length if valid else None
 
 
 def check_frame(data: bytes, salt: int, offset: int) -> bytes | None:
-    """The content of the one frame that ``data``, read at ``offset``, is; ``None`` if damaged."""
+    """Return the content of the frame ``data``; ``None`` if the frame is damaged.
+
+    ``offset`` is the offset of the frame in the file.
+    """
     if len(data) < FRAME_SIZE:
         return None
     length, _, crc = _FRAME.unpack_from(data)
@@ -257,7 +274,9 @@ def check_frame(data: bytes, salt: int, offset: int) -> bytes | None:
 
 
 def scan(data: bytes, salt: int, start: int = HEADER_SIZE) -> Scan:
-    """Find every frame from ``start`` on. Allocates a few bytes for each, whatever a length says.
+    """Find every frame from ``start`` on.
+
+    Memory use depends on the number of frames, not on their lengths.
 
     >>> parts = [bytes(HEADER_SIZE)]
     >>> end = frame([b"\\x01one", b"\\x01two"], 7, HEADER_SIZE, parts)
@@ -298,21 +317,25 @@ def scan(data: bytes, salt: int, start: int = HEADER_SIZE) -> Scan:
 
 
 def _next_frame(data: bytes, salt: int, offset: int) -> int | None:
-    """Where the next whole frame after the damaged one at ``offset`` begins."""
-    after = _after(data, salt, offset)
-    if after is not None and _whole(data, salt, after):
-        return after
-    # Searched to the end even if the length is sound and reaches past it: sixteen bits of check
-    # are too few to give up what may follow. A type byte is in each frame: finding those is C's.
+    """Return the offset of the next intact frame after the damaged one at ``offset``."""
+    end = _frame_end(data, salt, offset)
+    if end is not None and _is_intact(data, salt, end):
+        return end
+    # Search to the end of the file even if the length passes its check and extends past the end: a
+    # 16-bit check is too weak to discard all that may follow. Every content begins with a type
+    # byte, and the regular expression finds candidates at C speed.
     for match in _TYPE.finditer(data, offset + FRAME_SIZE + 1):
         candidate = match.start() - FRAME_SIZE
-        if _whole(data, salt, candidate):
+        if _is_intact(data, salt, candidate):
             return candidate
     return None
 
 
-def _after(data: bytes, salt: int, offset: int) -> int | None:
-    """Where the frame at ``offset`` ends, if its length is sound; perhaps past the file's end."""
+def _frame_end(data: bytes, salt: int, offset: int) -> int | None:
+    """Return the end of the frame at ``offset``, which may be past the end of the file.
+
+    Returns ``None`` if the length does not pass its check.
+    """
     if offset + FRAME_SIZE > len(data):
         return None
     length, check, _ = _FRAME.unpack_from(data, offset)
@@ -321,9 +344,9 @@ def _after(data: bytes, salt: int, offset: int) -> int | None:
     return offset + FRAME_SIZE + int(length)
 
 
-def _whole(data: bytes, salt: int, offset: int) -> bool:
-    after = _after(data, salt, offset)
-    if after is None or after > len(data):
+def _is_intact(data: bytes, salt: int, offset: int) -> bool:
+    end = _frame_end(data, salt, offset)
+    if end is None or end > len(data):
         return False
     crc = _FRAME.unpack_from(data, offset)[2]
-    return bool(crc == crc32(memoryview(data)[offset + FRAME_SIZE : after], salt ^ offset))
+    return bool(crc == crc32(memoryview(data)[offset + FRAME_SIZE : end], salt ^ offset))

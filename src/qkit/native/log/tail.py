@@ -1,4 +1,4 @@
-"""The end of the log, where records are added: one open segment. Blocking, and without threads."""
+"""``Tail``: the active segment, at the end of the log. Blocking; not thread-safe."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from qkit.native.log.segment import (
     mark,
     name_of,
     seal,
+    write_all,
     write_segment,
-    write_whole,
 )
 
 __all__ = ["Position", "Tail"]
 
 Position = tuple[int, int]  # segment and offset of a frame
 
-MAX_WRITE_BYTES: Final = 8 * WRITE_CHUNK_BYTES  # the rest of a group takes a further write
+MAX_WRITE_BYTES: Final = 8 * WRITE_CHUNK_BYTES  # a larger group takes several writes
 
 
 class Tail:
-    """Adds batches to the active segment, which it makes, seals and replaces.
+    """Appender to the active segment, which also creates and seals segments.
 
-    A segment is created by the first write that needs it. ``broken`` is the error of a failed
-    sync (or of a failed write that could not be taken back): from then on nothing is written. What
-    a later fsync would report is no longer about those bytes, so it is never called again.
+    A segment is created by the first write that needs it. ``broken`` is the error of a failed sync
+    or of a failed write that could not be undone. Once it is set, nothing is written. A failed
+    fsync is never retried, because the success of a later call says nothing about the earlier
+    bytes.
     """
 
     def __init__(
@@ -55,22 +56,22 @@ class Tail:
         self._offset = 0
         self._synced = 0
         self._marked = 0
-        self.number = number  # of the active segment, or of the last one
-        self.full_now = False  # asked for by ``Log.rotate``
+        self.number: int = number  # of the active segment; if there is none, of the last one
+        self.full_now: bool = False  # set by ``Log.rotate``
         self.broken: OSError | None = None
 
     @property
     def size(self) -> int:
-        """How long the active segment is."""
+        """Size of the active segment in bytes; 0 if there is none."""
         return 0 if self._sealed else self._offset
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was written to the active segment."""
+        """Whether the active segment contains no record."""
         return self._sealed or self._offset <= HEADER_SIZE
 
     def resume(self, header: Header, fd: int, offset: int) -> None:
-        """Go on in a segment whose ``offset`` bytes are on disk."""
+        """Continue to append to a segment whose first ``offset`` bytes are on disk."""
         self._fd, self._salt, self._sealed = fd, header.salt, False
         self._offset = self._synced = offset
         self._marked = 0
@@ -78,14 +79,16 @@ class Tail:
 
     @property
     def full(self) -> bool:
-        """Whether the next write begins another segment."""
+        """Whether the next write starts a new segment."""
         return self._sealed or self.full_now or self._offset >= self._segment_bytes
 
     def write(self, batches: Iterable[Sequence[bytes]]) -> list[Position]:
-        """Hand batches to the operating system; return the place of each one's first record.
+        """Write batches until the segment is full or ``MAX_WRITE_BYTES`` are reached.
 
-        Stops when the segment is full and after some megabytes: the answer is as long as what was
-        written. On an ``OSError`` nothing of it is left in the file.
+        After an ``OSError`` the file contains none of them.
+
+        Returns:
+            The position of the first record of each batch that was written.
         """
         if self._offset >= self._segment_bytes or self._sealed or self.full_now:
             self._rotate()
@@ -107,28 +110,28 @@ class Tail:
         return positions
 
     def _put(self, contents: Iterable[bytes]) -> None:
-        """Write records behind the others; after an ``OSError`` none of them is in the file."""
+        """Append records; after an ``OSError`` the file contains none of them."""
         start, fd = self._offset, self._fd
         assert fd is not None
         parts: list[bytes] = []
         end = frame(contents, self._salt, start, parts)
         try:
-            write_whole(self._disk, fd, parts, start)
+            write_all(self._disk, fd, parts, start)
         except OSError as error:
             try:
                 self._disk.truncate(fd, start)
             except OSError:
-                # Frames of the failed write would come back after the next, shorter one.
+                # After a shorter write, the rest of the failed write would still be read as frames.
                 self.broken = error
             raise
         self._offset = end
 
     def sync(self, cut_on_error: int | None = None) -> None:
-        """Return when everything written is on the disk.
+        """Sync the segment to disk.
 
         Args:
-            cut_on_error: Where to cut the segment if that fails, so that a reopened log does not
-                show what is in doubt.
+            cut_on_error: Offset at which to truncate the segment if the sync fails, so that a
+                reopened log does not contain unconfirmed records.
         """
         offset, fd = self._offset, self._fd
         if offset == self._synced:
@@ -145,10 +148,10 @@ class Tail:
         self._synced = offset
 
     def _rotate(self) -> None:
-        """Seal the active segment and begin the next.
+        """Seal the active segment and start the next.
 
-        The old one is on disk before the new one exists, whatever the policy: a segment with a
-        successor is complete, and anything else found in it is damage.
+        The old segment is synced before the new one exists, regardless of the fsync policy. So a
+        segment with a successor is complete, and a gap in it is damage.
         """
         if not self._sealed:
             self._put((seal(),))
@@ -176,7 +179,7 @@ class Tail:
             raise
 
     def close(self, *, sync: bool) -> None:
-        """Sync and mark the segment as whole, if nothing speaks against it, and close it."""
+        """Close the segment. If ``sync`` is true and it is not broken, sync and mark it first."""
         if self._fd is None:
             return
         try:
@@ -188,7 +191,7 @@ class Tail:
             self._fd = None
 
     def _mark_end(self) -> None:
-        """Prove to the next start that all before was on disk; without space it does without."""
+        """Append a mark that all records are on disk; skip it if the disk is full or fails."""
         if self._sealed or self._synced <= self._marked:
             return
         with suppress(OSError):

@@ -1,8 +1,9 @@
-"""Group commit: a thread writes and syncs, so that the event loop never waits for a disk.
+"""``Writer``: group commit in a thread, so that the event loop does not wait for syncs.
 
-While a group is on its way to the disk the loop collects the next one; it leaves when the last has
-been answered. So a hundred senders share one sync, and one alone waits for no timer. Letting the
-thread take what is pending by itself gave smaller groups and more switches between threads.
+While the thread writes one group, the loop collects the next group, and passes it to the thread
+when the first is finished. So a hundred senders share one sync, and a single sender does not wait
+for a timer. If the thread itself took pending batches, groups would be smaller and thread switches
+more frequent.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from qkit.native.log.tail import Position, Tail
 
 __all__ = ["AppendCallback", "Fsync", "Writer", "read_only"]
 
-logger = logging.getLogger("qkit.native")
+logger: logging.Logger = logging.getLogger("qkit.native")
 
-FULL_DISK_RETRY_SECONDS: Final = 0.2  # between attempts to write deferred records
+FULL_DISK_RETRY_SECONDS: Final = 0.2  # time between attempts to write deferred records
 
 Fsync = Literal["always", "interval", "never"]
-# Called in the loop with the place of a batch's first record, or with the error.
+# Called in the loop with the position of a batch's first record, or with the error.
 AppendCallback = Callable[["Position | None", "StorageError | None"], None]
-# Contents, whom to tell, and whether they must be written in the end: what they tell has happened
-# in memory already, so a full disk only puts them off. A plain tuple: one for each message.
+# Contents, callback, and whether the batch must be written eventually. Such a batch records changes
+# that are already made in memory, so a full disk only defers it. A plain tuple, because there may
+# be one for each message.
 _Batch = tuple[Sequence[bytes], "AppendCallback | None", bool]
 CONTENTS: Final = itemgetter(0)  # of a batch
 
 
 def read_only(error: OSError, operation: str) -> ReadOnly:
-    """The refusal after a sync failed with ``error``."""
+    """Return the error for a log that became read-only because of ``error``."""
     return ReadOnly(
-        f"the log is read-only since the disk failed ({error}): look after the disk, then "
-        "close and reopen it",
+        f"the log is read-only because the disk failed ({error}): repair the disk, then "
+        "close and reopen the log",
         backend="native",
         operation=operation,
         cause=error,
@@ -52,14 +54,25 @@ def read_only(error: OSError, operation: str) -> ReadOnly:
 
 class _Group(NamedTuple):
     batches: list[_Batch]
-    sync: bool  # a caller waits for the sync
-    force: bool  # whatever the policy
-    written: list[asyncio.Future[None]]  # of callers that wait for the write alone
+    sync: bool  # callers wait for the records to be confirmed
+    force: bool  # sync regardless of the policy
+    written: list[asyncio.Future[None]]  # of callers that wait only for the write
     positions: list[Position]  # of the batches that were written, in order
 
 
 class Writer:
-    """Takes batches in the loop's thread and answers there when they are written or synced."""
+    """Writer that appends batches of records to the log.
+
+    Batches are added in the loop's thread; their callbacks run there once they are written or
+    synced.
+
+    Args:
+        tail: Active segment.
+        loop: Running event loop.
+        fsync: When to sync; see ``Log.open``. Default: ``"always"``.
+        interval: Maximum time until written records are synced, in seconds. Default: 1.
+        inline: Write in the event loop, for tests with virtual time. Default: false.
+    """
 
     def __init__(
         self,
@@ -74,37 +87,41 @@ class Writer:
         self._loop = loop
         self._fsync = fsync
         self._interval = interval
-        # Without syncs the loop writes by itself, which spares two switches of threads for each
-        # group; only a rotation, which does sync, is left to the thread. ``inline`` wants it so
-        # whatever it costs: virtual time knows nothing of threads.
+        # Without syncs, the loop itself writes, which saves two thread switches for each group.
+        # Only syncs, such as that of a rotation, are left to the thread. With ``inline``, even
+        # these run in the loop, because virtual time would advance while the thread works.
         self._always_inline = inline
         self._inline = inline or fsync == "never"
         self._pending: list[_Batch] = []
         self._pending_sync = self._pending_force = False
-        self._current: _Group | None = None  # on its way
+        self._current: _Group | None = None  # being written
         self._pending_written: list[asyncio.Future[None]] = []
-        self._busy = False  # a group is on its way, or about to leave
+        self._busy = False  # a group is being written, or is scheduled to be
         self._closed = False
         self._sync_at = float("inf")
         self._queue: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._finished: asyncio.Future[OSError | None] = loop.create_future()
         self._thread = threading.Thread(target=self._run, name="qkit-log-writer", daemon=True)
-        self.group_number = 0  # of the group that is being collected
-        self.groups = 0  # written so far
-        self.deferred_records = 0  # records that a full disk put off
+        self.group_number: int = 0  # of the group that is being collected
+        self.groups: int = 0  # number of groups written so far
+        self.deferred_records: int = 0  # records that wait for space on the disk
         self._thread.start()
 
     # In the loop's thread
 
     def append(self, contents: Sequence[bytes]) -> asyncio.Future[Position]:
-        """Add records, next to each other; the result is the position of the first.
+        """Append records one after another. Call this in the loop's thread.
 
-        It is set when they are on the disk, or by the policies ``interval`` and ``never`` when the
-        operating system has them: they survive this process, not the machine. Each record is
-        atomic, a batch is not: a crash may keep its first records only.
+        Each record is atomic. A batch is not: a crash may keep only its first records.
 
-        Call it in the loop's thread. Raises ``ReadOnly`` after a failed sync; the future raises
-        ``StorageError`` if the disk refused, and then nothing of the batch is in the log.
+        Returns:
+            A future for the position of the first record. It is done when the records are on disk
+            or, with the policies ``interval`` and ``never``, when the operating system has them:
+            then they survive a crash of this process, but not of the machine. It raises
+            ``StorageError`` if the write failed; then the log contains no record of the batch.
+
+        Raises:
+            ReadOnly: The log is read-only because of an earlier disk error.
         """
         future: asyncio.Future[Position] = self._loop.create_future()
         self.append_with_callback(contents, partial(_answer_append, future))
@@ -113,17 +130,18 @@ class Writer:
     def append_with_callback(
         self, contents: Sequence[bytes], done: AppendCallback, *, force: bool = False
     ) -> None:
-        """Add records as ``append`` does; ``done`` is called in the loop, in order of the appends.
+        """Append records as ``append`` does, and call a function when they are confirmed.
 
-        Records may be added to ``contents`` as long as ``group_number`` is what it was.
+        Callbacks run in the loop, in the order of the appends. Until ``group_number`` changes, the
+        caller may add records to ``contents``.
 
         Args:
-            contents: The records; none, with ``force`` only.
-            done: Called with the position of the first record, or the error.
-            force: Call it when they are on the disk, whatever the policy.
+            contents: Records to append. May be empty if ``force`` is true.
+            done: Called with the position of the first record, or with the error.
+            force: Sync before the callback, regardless of the policy. Default: false.
         """
         if self._tail.broken is not None or self._closed:
-            raise self._refusal()
+            raise self._append_error()
         if force:
             self._pending_force = True
         elif len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
@@ -135,15 +153,15 @@ class Writer:
             self._loop.call_soon(self._send)
 
     def append_nowait(self, contents: Sequence[bytes], done: AppendCallback | None = None) -> None:
-        """Add records of what has happened: they keep their place in the order.
+        """Append records of changes that are already made in memory, in order.
 
-        They are written with the next group, and synced with the next that is, after
-        ``fsync_interval`` at the latest (unless the policy is ``never``). A full disk defers them,
-        in front of all that comes later; ``done`` is called once they are written, or when the log
-        has become read-only.
+        The records are written with the next group. They are synced with the next group that is
+        synced, after ``fsync_interval`` at the latest, unless the policy is ``never``. While the
+        disk is full they are deferred, and later records wait for them. ``done`` is called once
+        they are written, or when the log has become read-only.
         """
         if self._tail.broken is not None or self._closed:
-            raise self._refusal()
+            raise self._append_error()
         if len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
             _check(contents)
         self._pending.append((contents, done, True))
@@ -152,19 +170,19 @@ class Writer:
             self._loop.call_soon(self._send)
 
     async def sync(self) -> None:
-        """Wait until all that was appended is on the disk, whatever the policy."""
+        """Wait until all appended records are on disk, regardless of the policy."""
         future: asyncio.Future[Position] = self._loop.create_future()
         self.append_with_callback((), partial(_answer_append, future), force=True)
         await future
 
     def written(self) -> asyncio.Future[None] | None:
-        """Return a future of when the operating system has all that was appended; ``None``: it has.
+        """Return a future that is done once the operating system has all appended records.
 
-        It raises ``StorageError`` if the disk refused a part; what was appended with
-        ``append_nowait`` will be written nevertheless, as soon as there is space.
+        The future raises ``StorageError`` if a write failed. Records of ``append_nowait`` are still
+        written as soon as there is space. Returns ``None`` if all records are already written.
         """
         if self._tail.broken is not None or self._closed:
-            raise self._refusal()
+            raise self._append_error()
         group = self._current
         if not self._pending and group is None:
             return None
@@ -172,7 +190,7 @@ class Writer:
         (self._pending_written if self._pending or group is None else group.written).append(future)
         return future
 
-    def _refusal(self) -> Exception:
+    def _append_error(self) -> Exception:
         if self._closed:
             return LifecycleError("the log is closed", backend="native", operation="append")
         return self._error(self._tail.broken)
@@ -201,7 +219,7 @@ class Writer:
         return group
 
     def _answer(self, group: _Group, error: OSError | None) -> None:
-        """Call the callbacks of a group; ``error`` is why not all of its batches were written."""
+        """Call the callbacks of a group. ``error`` is why some batches were not written."""
         self._current = None
         failure = None if error is None else self._defer(group, error)
         for (_, done, must), position in zip_longest(group.batches, group.positions):
@@ -209,23 +227,24 @@ class Writer:
                 continue
             try:
                 done(position, None if position is not None else failure)
-            except Exception:  # a mistake in one must not leave the others without an answer
-                logger.exception("a callback of the log failed")
+            except Exception:  # the other callbacks must run despite a bug in this one
+                logger.exception("a log callback failed")
         if group.written:
             _settle(group.written, failure)
         if self.deferred_records and not self._pending_sync:
-            # Only what the disk refused a moment ago: give it time to find some space.
+            # Only deferred records are pending: wait before trying again.
             self._busy = False
             self._loop.call_later(FULL_DISK_RETRY_SECONDS, self._retry)
         else:
-            # Behind those whom this wakes, so that their next batches go along.
+            # Run after the tasks that the callbacks woke, so that the next group includes their
+            # next batches.
             self._loop.call_soon(self._send)
 
     def _defer(self, group: _Group, error: OSError) -> StorageError:
-        """Keep what must be written although the disk refused it; return the error of the rest."""
+        """Keep the batches that must be written eventually; return the error for the others."""
         if self._tail.broken is None:
             deferred = [batch for batch in group.batches[len(group.positions) :] if batch[2]]
-            # In front of what came later, so that the log tells things in the order they happened.
+            # Put them before later batches, so that the log keeps the order of the changes.
             self._pending[:0] = deferred
             self.deferred_records += sum(len(batch[0]) for batch in deferred)
         return self._error(error)
@@ -239,16 +258,20 @@ class Writer:
         if self._tail.broken is not None:
             return read_only(self._tail.broken, "append")
         return StorageError(
-            f"nothing was stored, the disk refused it ({error}): free some space and try again",
+            f"the write to disk failed and nothing was stored ({error}): free some space and "
+            "try again",
             backend="native",
             operation="append",
             cause=error,
         )
 
     async def close(self) -> None:
-        """Write what is pending, sync by the policy, end the thread; again: wait for it too.
+        """Write pending records, sync them unless the policy is ``never``, and stop the thread.
 
-        Raises ``ReadOnly`` if the last sync fails.
+        Idempotent.
+
+        Raises:
+            ReadOnly: The last sync failed.
         """
         if not self._closed:
             self._closed = True
@@ -281,7 +304,7 @@ class Writer:
             self._finished.set_result(error)
 
     def _call(self, function: Callable[..., None], *values: object) -> None:
-        with suppress(RuntimeError):  # the loop was closed without ``close``: nobody listens
+        with suppress(RuntimeError):  # the loop was closed before the writer
             self._loop.call_soon_threadsafe(function, *values)
 
     def _next(self) -> _Group | None:
@@ -293,7 +316,7 @@ class Writer:
                 with suppress(queue.Empty):
                     return self._queue.get(timeout=wait)
             self._sync_at = float("inf")
-            with suppress(OSError):  # the tail is broken then, and the next to come are told so
+            with suppress(OSError):  # the tail is now broken, so the next append raises the error
                 self._sync()
 
     def _sync(self) -> None:
@@ -301,10 +324,11 @@ class Writer:
             self._tail.sync()
 
     def _write_group(self, group: _Group, *, one_run: bool = False) -> OSError | None:
-        """Write the batches that are not written yet, as many at a time as a segment has room for.
+        """Write the remaining batches of a group, as many at a time as fit into the segment.
 
         Returns:
-            Why some could not be written. With ``one_run``, some may be left without an error.
+            The error if some batches could not be written, otherwise ``None``. With ``one_run``,
+            only one write is made, so batches may remain without an error.
         """
         tail, batches, positions = self._tail, group.batches, group.positions
         sync = group.force or (self._fsync == "always" and group.sync)
@@ -316,7 +340,8 @@ class Writer:
                 if sync:
                     if group.written and len(positions) + len(run) == len(batches):
                         self._call(_settle, group.written, None)
-                    # Once a part was confirmed as written, a failed sync must not cut it.
+                    # Once callers know that records are written, a failed sync must not truncate
+                    # them.
                     tail.sync(cut_on_error=None if group.written else run[0][1])
                     self._sync_at = float("inf")
                 elif self._sync_at == float("inf") and self._fsync != "never":
@@ -327,8 +352,8 @@ class Writer:
         except OSError as error:
             return error
         except Exception as error:
-            # A mistake of qkit's own, or no memory: what is in the file is not known any more,
-            # and callers must hear of it rather than wait for a thread that has ended.
+            # A bug in qkit, or a lack of memory: the content of the file is unknown. Callers must
+            # get an error instead of waiting for a thread that has ended.
             tail.broken = OSError(errno.EIO, f"the writer failed: {error!r}")
             return tail.broken
         return None
@@ -347,10 +372,13 @@ def _answer_append(
 
 def _check(contents: Sequence[bytes]) -> None:
     if not contents or not all(contents):
-        raise ValueError("a batch has at least one record, and a record at least its type")
+        raise ValueError(
+            "a batch must have at least one record, and a record at least its type byte"
+        )
     if sum(map(len, contents)) > MAX_CONTENT:
         raise PayloadTooLarge(
-            f"a batch of more than {MAX_CONTENT} bytes: append it in parts",
+            f"a batch may have at most {MAX_CONTENT} bytes, "
+            f"got {sum(map(len, contents))}: split it",
             backend="native",
             operation="append",
         )
@@ -364,4 +392,4 @@ def _settle(futures: list[asyncio.Future[None]], error: StorageError | None) -> 
             future.set_result(None)
         else:
             future.set_exception(error)
-            future.exception()  # perhaps nobody waits any more, and then it need not be shown
+            future.exception()  # avoid a "never retrieved" warning if the caller was cancelled

@@ -1,4 +1,4 @@
-"""The consumers that were registered with a queue by name, and how much each may hold."""
+"""Consumers that are registered with a queue by name, and their prefetch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ MAX_PREFETCH = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """A consumer of a queue as it is listed: how much it may hold, and holds."""
+    """Consumer of a queue, as listed by ``Engine.consumers``.
+
+    Attributes:
+        consumer: Name of the consumer.
+        prefetch: Number of unsettled messages that it may hold.
+        in_flight: Number of unsettled messages that it holds.
+        group: Group of the consumer; ``None`` unless it consumes a topic.
+    """
 
     consumer: str
     prefetch: int
@@ -25,7 +32,12 @@ class Consumer:
 
 
 class Consumers:
-    """The registered consumers of one queue; one that holds all it may waits here."""
+    """Registered consumers of one queue, including those that wait for free prefetch.
+
+    Args:
+        queue: Name of the queue.
+        busy: Returns how many messages a consumer holds.
+    """
 
     __slots__ = ("_busy", "_prefetch", "_queue", "_waiting")
 
@@ -39,10 +51,10 @@ class Consumers:
         return consumer in self._prefetch
 
     def register(self, consumer: str, prefetch: int) -> bool:
-        """Add a consumer, or change its limit; whether it is new."""
+        """Add a consumer, or change its prefetch; return whether it is new."""
         if not isinstance(prefetch, int) or not 1 <= prefetch <= MAX_PREFETCH:
             raise ConfigError(
-                f"prefetch is a whole number, 1–{MAX_PREFETCH}, not {prefetch!r}",
+                f"prefetch must be an integer in 1–{MAX_PREFETCH}, got {prefetch!r}",
                 backend="native",
                 operation="register",
                 queue=self._queue,
@@ -53,17 +65,17 @@ class Consumers:
         return new
 
     def unregister(self, consumer: str) -> None:
-        """Remove a consumer; whoever waits in its name is told."""
+        """Remove a consumer, and wake its waiting calls."""
         self.prefetch(consumer, "unregister")
         del self._prefetch[consumer]
         self.wake_unblocked()
 
     def prefetch(self, consumer: str, operation: str) -> int:
-        """How much a consumer may hold, or ``ConsumerNotFound``."""
+        """Return the prefetch of a consumer; raise ``ConsumerNotFound`` if not registered."""
         found = self._prefetch.get(consumer)
         if found is None:
             raise ConsumerNotFound(
-                f"no consumer {consumer!r} of this queue: register it first",
+                f"no consumer {consumer!r} on this queue: register it first",
                 backend="native",
                 operation=operation,
                 queue=self._queue,
@@ -71,18 +83,21 @@ class Consumers:
         return found
 
     def has_capacity(self, consumer: str) -> bool:
-        """Return whether a consumer may take another message; raises ``ConsumerNotFound``."""
+        """Return whether a consumer may take another message.
+
+        Raises ``ConsumerNotFound`` if it is not registered.
+        """
         return self._busy(consumer) < self.prefetch(consumer, "consume")
 
     def listed(self, group: str | None) -> list[Consumer]:
-        """Every consumer with its figures."""
+        """Return all registered consumers with their figures."""
         return [
             Consumer(consumer=name, prefetch=limit, in_flight=self._busy(name), group=group)
             for name, limit in self._prefetch.items()
         ]
 
     async def wait(self, consumer: str) -> None:
-        """Wait until a consumer may take another message or is not registered any more."""
+        """Wait until a consumer may take another message, or is no longer registered."""
         entry = consumer, asyncio.get_running_loop().create_future()
         self._waiting.append(entry)
         try:
@@ -92,13 +107,13 @@ class Consumers:
                 self._waiting.remove(entry)
 
     def wake_unblocked(self) -> None:
-        """Wake waiting consumers that have capacity now, or are not registered any more."""
+        """Wake waiting consumers that have capacity now, or are no longer registered."""
         for name, waiter in self._waiting:
             if not waiter.done() and (name not in self._prefetch or self.has_capacity(name)):
                 waiter.set_result(None)
 
     def close(self) -> None:
-        """Let everyone go who waits."""
+        """Wake all waiting consumers."""
         for _, waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""Messages that died in their queue."""
+"""``DeadMessage``: a message that expired or failed for good."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DeadMessage", "LeaseExpired", "TimeToLiveExpired"]
 
 
 class DeadMessage(NamedTuple):
-    """A message that left its queue without being handled, for its owner to route."""
+    """Message that left its queue because it expired or failed for good."""
 
     message: StoredMessage
     reason: Reason

@@ -1,4 +1,4 @@
-"""Leases of the messages that consumers hold, by the token of the delivery. Sans-IO."""
+"""``Leases``: the messages in flight, by delivery token. Sans-IO."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Leases"]
 
 
 class Leases:
-    """Messages by token, in the order in which their leases end.
+    """Messages in flight by delivery token, ordered by the expiry of their leases.
 
-    Nearly all leases are of one length, so that a new or renewed one goes to the end of
-    ``regular``; the few that do not fit in are in ``custom``, with a heap of their ends. Times are
-    monotonic seconds.
+    Nearly all leases of a queue have the same length, so a new or extended lease is usually added
+    to the end of ``regular``. Leases that would break the order are in ``custom``, with a heap of
+    their deadlines. Times are monotonic seconds.
     """
 
     __slots__ = ("_busy", "custom", "custom_ends", "holders", "latest", "regular")
@@ -23,10 +23,10 @@ class Leases:
     def __init__(self) -> None:
         self.regular: dict[int, StoredMessage] = {}
         self.custom: dict[int, StoredMessage] = {}
-        self.custom_ends: list[tuple[float, int]] = []  # at least one entry for each of them
-        self.latest = float("-inf")  # when the last regular lease ends
-        self.holders: dict[int, str] = {}  # consumers' names by token, where they gave one
-        self._busy: dict[str, int] = {}  # how many messages each of them holds
+        self.custom_ends: list[tuple[float, int]] = []  # at least one entry for each custom lease
+        self.latest: float = float("-inf")  # deadline of the last regular lease
+        self.holders: dict[int, str] = {}  # names of consumers that have a name, by token
+        self._busy: dict[str, int] = {}  # messages in flight, by consumer name
 
     def __len__(self) -> int:
         return len(self.regular) + len(self.custom)
@@ -35,24 +35,24 @@ class Leases:
         return token in self.regular or token in self.custom
 
     def __iter__(self) -> Iterator[StoredMessage]:
-        """Every message that a consumer holds."""
+        """Iterate over all messages in flight."""
         yield from self.regular.values()
         yield from self.custom.values()
 
     def get(self, token: int) -> StoredMessage | None:
-        """Return the message that a delivery holds, if it still does."""
+        """Return the message of a delivery, or ``None`` if its lease has ended."""
         return self.regular.get(token) or self.custom.get(token)
 
     def busy(self, consumer: str | None) -> int:
-        """Return how many messages the consumer of that name holds."""
+        """Return how many messages a named consumer holds."""
         return self._busy.get(consumer, 0) if consumer is not None else 0
 
     def held_by(self, consumer: str) -> list[int]:
-        """Return the deliveries that the consumer of that name holds."""
+        """Return the tokens of the deliveries that a named consumer holds."""
         return [token for token, name in self.holders.items() if name == consumer]
 
     def enter(self, messages: Sequence[StoredMessage], consumer: str | None) -> None:
-        """Complete leases that ``QueueState.claim`` has put into ``regular`` or ``custom``."""
+        """Record the consumer and the deadlines of leases that ``QueueState.claim`` has added."""
         if consumer is not None:
             self._busy[consumer] = self._busy.get(consumer, 0) + len(messages)
             for message in messages:
@@ -61,9 +61,9 @@ class Leases:
             self._enter_custom_ends(messages)
 
     def take(self, token: int, message: StoredMessage | None = None) -> StoredMessage | None:
-        """End a lease; return its message, ``None`` if there is no such lease.
+        """End a lease; return its message, or ``None`` if there is no such lease.
 
-        ``message`` is given by a caller that has taken it out of ``regular`` already.
+        A caller that has already removed the message from ``regular`` passes it as ``message``.
         """
         message = message or self.regular.pop(token, None) or self.custom.pop(token, None)
         consumer = self.holders.pop(token, None)
@@ -74,7 +74,7 @@ class Leases:
         return message
 
     def extend(self, token: int, deadline: float) -> bool:
-        """Move the end of a lease; return whether there is such a lease."""
+        """Set the deadline of a lease; return whether there is such a lease."""
         message = self.regular.pop(token, None) or self.custom.pop(token, None)
         if message is None:
             return False
@@ -88,8 +88,10 @@ class Leases:
         return True
 
     def ended(self, now: float) -> list[int]:
-        """Return the tokens of all leases that have ended; the caller takes them."""
-        ended: list[int] = []  # looked up first: a dict that loses its front is slow to look at
+        """Return the tokens of all expired leases. The caller ends them with ``take``."""
+        # Collect the tokens first: after many removals at the start of a dict, finding its first
+        # entry is slow.
+        ended: list[int] = []
         for token, message in self.regular.items():
             if message.deadline > now:
                 break
@@ -99,7 +101,7 @@ class Leases:
         return ended
 
     def next_end(self) -> float | None:
-        """Return when a lease ends next."""
+        """Return the earliest deadline, or ``None`` if there is no lease."""
         custom = self._next_custom_end()
         for message in self.regular.values():
             return message.deadline if custom is None else min(message.deadline, custom[0])
@@ -119,7 +121,7 @@ class Leases:
         for message in messages:
             heappush(self.custom_ends, (message.deadline, message.state))
         if len(self.custom_ends) > 2 * len(self.custom) + COMPACT_ABOVE:
-            # Taking each out when its delivery is settled would be O(n); waiting for its time
-            # would keep a whole lease's worth of settled deliveries.
+            # Rebuild the heap without stale entries. Removing each entry when its delivery is
+            # settled would be O(n), and entries kept until their deadlines would pile up.
             self.custom_ends = [(lease.deadline, token) for token, lease in self.custom.items()]
             heapify(self.custom_ends)

@@ -1,4 +1,4 @@
-"""What a queue needs of the journal, of recovery and of its subscriptions, as protocols."""
+"""Interfaces of the journal, recovered messages and subscriptions that a queue uses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["QueueJournal", "RestoredMessage", "Subscriber"]
 
 
 class QueueJournal(Protocol):
-    """What a durable queue needs of its engine's journal."""
+    """Interface of the journal that a durable queue uses."""
 
     held: int
-    """Bytes of bodies in memory."""
+    """Total size of the bodies in memory, in bytes."""
 
     @property
     def disk_full(self) -> bool:
-        """Whether records wait for space on the disk."""
+        """Whether records are waiting for space on the disk."""
         ...
 
     @property
@@ -30,33 +30,33 @@ class QueueJournal(Protocol):
         ...
 
     def body_to_keep(self, body: bytes) -> bytes | None:
-        """Return the body if memory has room for it, else ``None``: it stays on the disk."""
+        """Return the body if the memory limit allows keeping it, otherwise ``None``."""
         ...
 
     def forget(self, seq: int) -> None:
-        """Forget where a message lies: its queue is gone."""
+        """Mark a message as no longer live, because its queue was deleted."""
         ...
 
     def claim(self, number: int, messages: Sequence[StoredMessage]) -> None:
-        """Record that messages were handed out."""
+        """Record that messages were delivered."""
         ...
 
     def ack(self, number: int, message: StoredMessage) -> None:
-        """Record that the work on a message is done."""
+        """Record that a message was acked."""
         ...
 
     def release(
         self, number: int, message: StoredMessage, due: float | None, headers: dict[str, str] | None
     ) -> None:
-        """Record that a message was given back; ``due`` is monotonic."""
+        """Record that a message was released; ``due`` is a monotonic time."""
         ...
 
     def release_body(self, message: StoredMessage) -> None:
-        """Leave the body of a message that waits again on the disk, if memory is short."""
+        """Drop a ready message's body from memory if the memory limit is exceeded."""
         ...
 
     def remove(self, number: int, entries: Sequence[WaitingMessage]) -> None:
-        """Record that messages were purged, dropped or removed."""
+        """Record that messages were removed without an ack."""
         ...
 
     def dead_letter(
@@ -67,24 +67,30 @@ class QueueJournal(Protocol):
         letter: Envelope,
         priority: int,
     ) -> int:
-        """Record that a message died and its letter entered another queue; return its number."""
+        """Record that a dead letter was added to the queue ``target``; return its seq."""
         ...
 
     def load(self, messages: Iterable[StoredMessage]) -> list[bytes | None]:
-        """Read bodies, ``None`` for one that cannot be read any more. Blocking, for any thread."""
+        """Return the bodies of messages, with ``None`` for each body that cannot be read.
+
+        Blocking; thread-safe.
+        """
         ...
 
     def body(self, message: StoredMessage) -> bytes | None:
-        """Return a message's body, read if needed."""
+        """Return the body of a message, or ``None`` if it cannot be read. Blocking."""
         ...
 
     def written(self) -> asyncio.Future[None] | None:
-        """Return what to await until a crash of this process cannot undo what happened so far."""
+        """Return a future that is done once all changes so far survive a crash of this process.
+
+        Returns ``None`` if they already do.
+        """
         ...
 
 
 class RestoredMessage(Protocol):
-    """A message as the log has it; times are wall times, 0 for none."""
+    """Message recovered from the log. Times are wall times; 0 means none."""
 
     id: str
     body: bytes | None
@@ -97,16 +103,16 @@ class RestoredMessage(Protocol):
     expires: float
     attempt: int
     held: bool
-    """Whether a consumer had it when the log ended."""
+    """Whether the message was in flight at the end of the log."""
 
 
 class Subscriber(Protocol):
-    """An open subscription, as its queue knows it."""
+    """Interface of an open subscription that its queue uses."""
 
     def listed(self) -> Consumer:
-        """How it is listed among the consumers."""
+        """Return the subscription's entry in the list of consumers."""
         ...
 
     def refresh(self) -> None:
-        """Leases were lost, or the whole queue."""
+        """Handle expired leases, or the closing of the queue."""
         ...

@@ -1,8 +1,8 @@
-"""``Queue``: one queue inside a running engine, the only owner of its state.
+"""``Queue``: one queue of a running engine, and the only owner of its state.
 
-It has its waiting consumers, its one timer and, in a durable engine, the journal that records what
-happens. Everything runs in the engine's event loop and nothing in here awaits between looking at
-the state and changing it, so a queue needs no lock and never waits for another queue.
+A queue has waiting consumers, one timer and, in a durable engine, the journal that records its
+changes. Everything runs in the engine's event loop. No method awaits between reading the state and
+changing it, so a queue needs no lock and never waits for another queue.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from qkit.native.queue.wait_list import WaitList
 
 __all__ = ["EngineHooks", "Queue", "envelope_of"]
 
-logger = logging.getLogger("qkit.native")
+logger: logging.Logger = logging.getLogger("qkit.native")
 
-# Shared by all queues that never had a waiter: a queue that is not used should cost little.
+# Shared by all queues that have had no waiter yet, so that an unused queue needs little memory.
 EMPTY_WAIT_LIST: Final = WaitList(lambda: None)
 
 
 class EngineHooks(Protocol):
-    """What a queue needs of its engine."""
+    """Interface of the engine that a queue uses."""
 
     clock: Clock
     portal: LoopPortal
 
     def route(self, queue: Queue, dead: list[DeadMessage]) -> None:
-        """Move messages that died to their dead letters; no queue knows another."""
+        """Move dead messages to the dead-letter queue, which ``queue`` itself cannot access."""
         ...
 
     def dropped(self, envelopes: list[Envelope]) -> None:
-        """A full dead-letter queue pushed these out."""
+        """Report dead letters that were dropped from a full dead-letter queue."""
         ...
 
 
 class Queue:
-    """A queue, or one group's share of a topic, inside a running engine.
+    """Queue, or queue of a topic's group, in a running engine.
 
-    Its methods change the state at once. In a durable engine they also record the change, in the
-    same turn of the loop; a caller that must know that a crash cannot undo it awaits ``written``,
-    or ``prepare`` for what it claimed.
+    Methods change the state immediately. In a durable engine they also record the change, in the
+    same loop iteration. A caller that relies on the change surviving a crash awaits ``written``,
+    or ``prepare`` for claimed messages.
 
     Args:
         name: Name of the queue or topic.
-        config: Its limits.
-        hooks: The engine.
-        loop: The engine's loop.
-        group: The group of a topic.
-        journal: Records what happens; ``None`` in memory.
-        number: Identifies the queue in the journal.
+        config: Configuration of the queue or topic.
+        hooks: Engine of the queue.
+        loop: Event loop of the engine.
+        group: Group of a topic. Default: none.
+        journal: Journal that records changes; ``None`` (the default) in memory.
+        number: Number of the queue in the log; 0 (the default) in memory.
     """
 
     __slots__ = (
@@ -101,34 +101,36 @@ class Queue:
         journal: QueueJournal | None = None,
         number: int = 0,
     ) -> None:
-        self.name = name
-        self.group = group
-        self.journal = journal
-        self.number = number
-        self.config = config
-        self.state = QueueState(
+        self.name: str = name
+        self.group: str | None = group
+        self.journal: QueueJournal | None = journal
+        self.number: int = number
+        self.config: QueueConfig = config
+        self.state: QueueState = QueueState(
             name,
             max_depth=config.max_depth,
             max_priority=config.max_priority,
             max_deliveries=config.max_deliveries,
             drop_oldest=config.drop_oldest,
         )
-        self.consumers = 0  # open subscriptions, registered consumers, waiting ``consume`` calls
-        self.members: Consumers | None = None  # made with the first that is registered
+        self.consumers: int = (
+            0  # open subscriptions, registered consumers, waiting ``consume`` calls
+        )
+        self.members: Consumers | None = None  # created with the first registered consumer
         self.subscribed: list[Subscriber] = []
-        self.lost: str | None = None  # why nothing can be received from it any more
-        self.portal = hooks.portal
+        self.lost: str | None = None  # why the queue is closed
+        self.portal: LoopPortal = hooks.portal
         self._hooks = hooks
         self._clock = hooks.clock
         self._loop = loop
-        self.waiters = EMPTY_WAIT_LIST  # consumers that wait for a message
-        self._capacity_waiters = EMPTY_WAIT_LIST  # senders that wait for room
+        self.waiters: WaitList = EMPTY_WAIT_LIST  # consumers that wait for a message
+        self._capacity_waiters = EMPTY_WAIT_LIST  # senders that wait for capacity
         self._random: Random | None = Random() if config.balance == "random" else None
         self._timer: asyncio.TimerHandle | None = None
         self._armed_at = float("inf")
 
     def reconfigure(self, config: QueueConfig) -> None:
-        """Take over other limits; what is in the queue stays."""
+        """Apply a new configuration; messages already in the queue are kept."""
         self.config = config
         self._random = Random() if config.balance == "random" else None
         self.state.set_limits(
@@ -144,15 +146,19 @@ class Queue:
     def targets(
         self, headers: dict[str, str] | None
     ) -> tuple[Sequence[Queue], dict[str, str] | None]:
-        """Return the queues that get a message with these headers, and its headers there."""
+        """Return the queues that receive a message with these headers, and the headers to store."""
         return (self,), headers
 
     def reserve(
         self, id: str, headers: dict[str, str] | None, priority: int | None
     ) -> tuple[Sequence[Queue], dict[str, str] | None]:
-        """Reserve a place for a message, which ``Journal.publish`` frees; return its ``targets``.
+        """Reserve capacity for a message; return its ``targets``.
 
-        Raises ``InvalidPriority`` and ``QueueFull``.
+        The journal frees the reserved capacity when the message is written or its write fails.
+
+        Raises:
+            InvalidPriority: The priority is out of range.
+            QueueFull: The queue is full.
         """
         self.state.reserve(id, priority)
         return (self,), headers
@@ -171,7 +177,7 @@ class Queue:
     ) -> int | None:
         """Add a message and wake a consumer for it; see ``QueueState.put``.
 
-        In a durable engine it has been written: ``seq`` is its number in the log.
+        In a durable engine the message is already written to the log, with the number ``seq``.
         """
         state, journal = self.state, self.journal
         kept: bytes | None = body
@@ -198,17 +204,17 @@ class Queue:
         free: Callable[[], int],
         operation: str = "receive",
     ) -> list[StoredMessage]:
-        """Claim messages as soon as there are any; safe to cancel. Call ``prepare`` with them.
+        """Wait for messages and claim them. Safe to cancel. Call ``prepare`` with the result.
 
         Args:
-            limit: How many to claim at most.
-            lease: How long they are leased, in seconds.
+            limit: Maximum number of messages to claim.
+            lease: Length of the lease in seconds.
             consumer: Name of the consumer, if it has one.
-            free: Returns how many more messages the consumer may hold now.
-            operation: Named in the error.
+            free: Returns how many more messages the consumer may hold.
+            operation: Name of the operation, for the error. Default: ``"receive"``.
 
         Returns:
-            The messages; none when ``free`` returned none.
+            The messages; empty if ``free`` returned 0 or less.
 
         Raises:
             SubscriptionLost: The queue was deleted or the engine closed.
@@ -218,59 +224,62 @@ class Queue:
         while self.lost is None:
             slots = free()
             if slots <= 0:
-                self.pass_wakeup_on()  # it may have been woken for a message
+                self.pass_wakeup_on()  # this consumer may have been woken for a message
                 return []
             claimed = self.claim(self._clock.monotonic(), min(limit, slots), lease, consumer)
             if claimed:
                 return claimed
             if self.waiters is EMPTY_WAIT_LIST:
                 self.waiters = WaitList(self.pass_wakeup_on)
-            # When another consumer was quicker, it waits on at its old place.
+            # If another consumer was faster, this one keeps its place in the list.
             place = await self.waiters.wait(self._loop.create_future(), consumer, place)
         raise self.lost_error(operation)
 
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None
     ) -> list[StoredMessage]:
-        """Lease what is ready; see ``QueueState.claim``.
+        """Lease ready messages; see ``QueueState.claim``.
 
-        A durable queue records the count of the attempt before anything is handed out. Raises
-        ``StorageError`` while the disk is full: each message that is handed out and given back
-        would be two more records.
+        A durable queue records the attempts before the messages are delivered.
+
+        Raises:
+            StorageError: The disk is full. Each delivery would add records: one when it is claimed
+                and one when it is released.
         """
         state, waiters, journal = self.state, self.waiters, self.journal
         if journal is not None and journal.disk_full:
-            self.wake()  # the consumer that was woken for this message has not taken it
+            self.wake()  # pass the wake-up on: this consumer takes no message
             raise StorageError(
-                "nothing is delivered while the disk is full: free some space",
+                "no messages are delivered while the disk is full: free some space",
                 backend="native",
                 operation="consume",
                 queue=self.name,
             )
         if limit > 1 and (waiters.waiters or waiters.woken):
-            # Others wait as well: leave them their share of what is there.
+            # Other consumers are waiting too: leave them their share of the ready messages.
             waiting = 1 + len(waiters.woken) + len(waiters.waiters)
             limit = min(limit, max(1, -(-state.ready // waiting)))
         claimed = state.claim(now, limit, lease, consumer)
         if claimed and now + lease < self._armed_at:
             self._arm(now + lease)
-        if state.dead:  # their time to live ran out
+        if state.dead:  # their TTL expired
             self._route_dead(state.take_dead())
         if waiters.waiters:
-            # Whoever is woken takes what it can and wakes the next one for the rest, so that as
-            # long as messages are ready and consumers parked, a wake-up is under way.
+            # A woken consumer takes as many messages as it can and wakes the next consumer for the
+            # remaining ones. So while messages are ready and consumers are parked, a wake-up is
+            # always pending.
             self.pass_wakeup_on()
         if journal is not None and claimed:
             journal.claim(self.number, claimed)
         return claimed
 
     async def prepare(self, claimed: list[StoredMessage]) -> list[StoredMessage]:
-        """Wait until the claim is written, and read the bodies that were left on the disk.
+        """Wait until a claim is written, and read the bodies that are only on disk.
 
-        If that fails or is cancelled the messages go back, with no attempt charged.
+        If this fails or is cancelled, the messages are released without counting an attempt.
 
         Returns:
-            The messages that are still held and can be read.
+            The messages whose leases have not expired and whose bodies can be read.
         """
         journal = self.journal
         if journal is None:
@@ -302,7 +311,7 @@ class Queue:
             bodies = await asyncio.to_thread(journal.load, messages)
         for (token, message), body in zip(missing, bodies, strict=True):
             if self.lost is not None or not self.state.holds(token) or message.body is not None:
-                continue  # its lease ended, and another delivery may have read it meanwhile
+                continue  # the lease expired, and another delivery may have read the body
             if body is None:
                 self._drop_unreadable(token, message)
             else:
@@ -311,8 +320,8 @@ class Queue:
 
     def _drop_unreadable(self, token: int, message: StoredMessage) -> None:
         logger.error(
-            "message %s of %r cannot be read from the log any more and is left out; open the "
-            "directory with repair=True to see what is damaged",
+            "message %s of %r cannot be read from the log and is dropped; open the directory with "
+            "repair=True to see what is damaged",
             message.id,
             self.name,
         )
@@ -320,13 +329,13 @@ class Queue:
         self._freed()
 
     async def written(self) -> None:
-        """Wait until a crash of this process cannot undo what happened so far."""
+        """Wait until all changes so far survive a crash of this process."""
         written = None if self.journal is None else self.journal.written()
         if written is not None:
             await written
 
     def ack(self, token: int) -> StoredMessage:
-        """The work is done: forget the message; see ``QueueState.ack``."""
+        """Ack a delivery and remove its message; see ``QueueState.ack``."""
         message = self.state.ack(token)
         if self._capacity_waiters.waiters or self.members is not None:
             self._freed()
@@ -342,7 +351,7 @@ class Queue:
         count_attempt: bool = True,
         headers: dict[str, str] | None = None,
     ) -> bool:
-        """Give a held message back; see ``QueueState.release``."""
+        """Release a message in flight; see ``QueueState.release``."""
         journal, message = self.journal, None
         if journal is not None and self.lost is None:
             message = self.state.leases.get(token)
@@ -358,30 +367,30 @@ class Queue:
         return alive
 
     def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
-        """Send a held message to the dead letters."""
+        """Dead-letter a message in flight."""
         self.state.reject(token, reason, error)
         self._route_dead_and_wake(self.state.take_dead())
 
     def extend(self, token: int, seconds: float) -> None:
-        """Move the end of a lease; see ``QueueState.extend``."""
+        """Extend a lease; see ``QueueState.extend``."""
         now = self._clock.monotonic()
         self.state.extend(now, token, seconds)
         if now + seconds < self._armed_at:
             self._arm(now + seconds)
 
     def abandon(self, tokens: Iterable[int]) -> None:
-        """The consumer of these deliveries is gone; see ``QueueState.abandon``."""
+        """End the leases of a consumer that is gone; see ``QueueState.abandon``."""
         self._route_dead_and_wake(self.state.abandon(self._clock.monotonic(), tokens))
 
     def remove(self, ids: Collection[str]) -> int:
-        """Forget messages by their ids; see ``QueueState.remove``."""
+        """Remove messages by id; return their number. See ``QueueState.remove``."""
         removed = self.state.remove(ids)
         self.on_removed(removed)
         self._freed()
         return len(removed)
 
     def purge(self) -> int:
-        """Forget every message that no consumer holds; return how many."""
+        """Remove all messages that are not in flight; return their number."""
         removed = self.state.purge()
         self.on_removed(removed)
         self._freed()
@@ -390,7 +399,7 @@ class Queue:
     # Durable queues
 
     def restore(self, message: RestoredMessage) -> None:
-        """Take back a message that the log has. A lease does not outlive its engine."""
+        """Add a message recovered from the log. Its lease, if it had one, has ended."""
         now, wall = self._clock.monotonic(), self._clock.time()
         since = now - max(0.0, wall - message.at)
         stored = self.state.restore(
@@ -404,29 +413,26 @@ class Queue:
         )
         limit = self.config.max_deliveries
         if message.held and stored is not None and limit is not None and stored.attempt >= limit:
-            self.state.dead_letter_restored(stored)  # it may be what ended the engine
+            self.state.dead_letter_restored(stored)  # the message may have crashed the engine
 
     def resume(self) -> None:
-        """Do what is due, after every message was taken back."""
+        """Route dead messages, wake consumers and start the timer, after all ``restore`` calls."""
         self._route_dead_and_wake(self.state.take_dead())
         self._rearm()
 
     def suspend(self) -> None:
-        """Record that the engine is closed: what consumers hold was not ended by a crash."""
+        """Record that messages in flight are released, because the engine shuts down normally."""
         if self.journal is not None:
             for message in self.state.leases:
                 self.journal.release(self.number, message, None, None)
 
     def on_removed(self, messages: Sequence[WaitingMessage]) -> None:
-        """Record that messages have left the queue for good."""
+        """Record that messages were removed."""
         if messages and self.journal is not None and self.lost is None:
             self.journal.remove(self.number, messages)
 
     def move_to_dead_letters(self, message: StoredMessage, target: Queue, letter: Envelope) -> None:
-        """Add the dead letter of a message that left this queue to ``target``.
-
-        In the journal that is one record.
-        """
+        """Add the dead letter of a message that left this queue to ``target``, atomically."""
         now, journal = self._clock.monotonic(), self.journal
         if journal is None:
             target.put(now, letter.id, letter.body, letter.headers, letter.key)
@@ -438,17 +444,18 @@ class Queue:
     def envelope(
         self, message: StoredMessage, offset: float, not_before: float | None = None
     ) -> Envelope:
-        """Return a message as it leaves the engine, its body read if needed.
+        """Return the envelope of a message; read its body from the disk if needed.
 
-        Raises ``LogDamaged`` if the body cannot be read any more.
+        Raises:
+            LogDamaged: The body cannot be read.
         """
         envelope = envelope_of(message, offset, not_before)
         if message.body is None and self.journal is not None:
             body = self.journal.body(message)
             if body is None:
                 raise LogDamaged(
-                    "the body of a message cannot be read from the log any more: open the "
-                    "directory with repair=True to see what is damaged",
+                    "the body of a message cannot be read from the log: open the directory with "
+                    "repair=True to see what is damaged",
                     backend="native",
                     operation="read",
                     queue=self.name,
@@ -464,7 +471,7 @@ class Queue:
             try:
                 envelopes.append(self.envelope(message, offset))
             except LogDamaged:
-                logger.exception("a message that was pushed out cannot be read")
+                logger.exception("a dropped message cannot be read")
         self.on_removed(messages)
         self._hooks.dropped(envelopes)
 
@@ -472,10 +479,10 @@ class Queue:
         self._hooks.route(self, dead)
         self._freed()
 
-    # Looking
+    # Inspection
 
     def peek(self, limit: int) -> list[Envelope]:
-        """The next messages in order of delivery; see ``QueueState.peek``."""
+        """Return the next messages in order of delivery; see ``QueueState.peek``."""
         self._route_dead_and_wake(self.state.advance(self._clock.monotonic()))
         offset = self._clock.time() - self._clock.monotonic()
         return [
@@ -484,7 +491,7 @@ class Queue:
         ]
 
     def stats(self) -> QueueStats:
-        """The queue's figures now."""
+        """Return the current figures of the queue."""
         state, now = self.state, self._clock.monotonic()
         self._route_dead_and_wake(state.advance(now))
         since = state.oldest_since()
@@ -507,11 +514,11 @@ class Queue:
         )
 
     def _route_dead_and_wake(self, dead: list[DeadMessage]) -> None:
-        """Route the dead, and wake consumers for what became ready."""
+        """Route dead messages, and wake consumers for messages that became ready."""
         if self.state.returned:
             returned, self.state.returned = self.state.returned, []
             if self.journal is not None:
-                for message in returned:  # they wait again: their bodies may stay on the disk
+                for message in returned:  # ready again, so their bodies may stay on disk
                     self.journal.release_body(message)
         if dead:
             self._route_dead(dead)
@@ -522,17 +529,17 @@ class Queue:
 
     @property
     def backlog(self) -> int:
-        """How many messages wait for consumers that are there."""
+        """Number of ready messages; 0 if there is no consumer."""
         return self.state.ready if self.consumers else 0
 
     # Senders that wait for capacity
 
     async def wait_for_capacity(self, timeout: float | None) -> None:
-        """Wait until the queue has room for a message, or for ``timeout`` seconds.
+        """Wait until the queue has capacity for a message, at most ``timeout`` seconds.
 
-        First come, first served among waiting senders; a send that does not wait takes any free
-        place. The caller puts its message before it awaits anything, and then calls
-        ``wake_capacity_waiters``: it may not have needed the place.
+        Waiting senders are woken in FIFO order. A sender that does not wait may take free capacity
+        before them. The caller must put its message before it awaits anything else, and then call
+        ``wake_capacity_waiters``, because the message may not have used the capacity.
         """
         place = 0
         with contextlib.suppress(TimeoutError):
@@ -545,16 +552,16 @@ class Queue:
 
     @property
     def capacity_reserved(self) -> bool:
-        """Whether every free place is reserved for a sender that was woken for it."""
+        """Whether all free capacity is reserved for senders that have been woken."""
         return self.state.free <= len(self._capacity_waiters.woken)
 
     def wake_capacity_waiters(self) -> None:
-        """Wake senders that wait for capacity, as many as there are free places."""
+        """Wake as many waiting senders as there is capacity for."""
         while self._capacity_waiters.waiters and not self.capacity_reserved:
             self._capacity_waiters.wake()
 
     def _freed(self) -> None:
-        """Messages were settled or went: there may be room for others."""
+        """Wake senders and consumers for which there is capacity again."""
         self.wake_capacity_waiters()
         if self.members is not None:
             self.members.wake_unblocked()
@@ -562,29 +569,29 @@ class Queue:
     # Subscriptions and parked consumers
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Count a subscription, and tell it when leases are lost."""
+        """Add a subscription; its ``refresh`` is called when leases expire."""
         self.consumers += 1
         self.subscribed.append(subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Forget a subscription."""
+        """Remove a subscription."""
         self.subscribed.remove(subscriber)
         self.consumers -= 1
 
     def wake_consumer(self, consumer: str) -> None:
-        """Wake every waiter of this consumer although there may be nothing for it."""
+        """Wake all waiting calls of a consumer, even if no message is ready."""
         places = self.waiters.waiters
         for at in reversed(range(len(places))):
             if places[at][2] == consumer:
                 self.waiters.wake(at)
 
     def wake(self) -> None:
-        """Let a parked consumer look: the one that the queue's ``balance`` chooses."""
+        """Wake the parked consumer that the queue's ``balance`` selects."""
         waiters = self.waiters
         while waiters.waiters:
             at = 0 if len(waiters.waiters) == 1 else self._choose()
             if waiters.wake(at):
-                break  # else that one was just cancelled
+                break  # otherwise that waiter was just cancelled
 
     def _choose(self) -> int:
         places = self.waiters.waiters
@@ -592,13 +599,13 @@ class Queue:
             return 0
         if self._random is not None:
             return self._random.randrange(len(places))
-        # A consumer that was woken will hold one more.
+        # For a consumer that was just woken, count the message that it is about to take.
         coming, busy = Counter(self.waiters.woken.values()), self.state.leases.busy
         loads = [0 if name is None else busy(name) + coming[name] for *_, name in places]
         return loads.index(min(loads))
 
     def registered(self, consumer: str | None) -> Consumers | None:
-        """The registered consumers if this is one of them: then it may hold so much only."""
+        """Return the registered consumers if ``consumer`` is one of them, otherwise ``None``."""
         members = self.members
         return members if members is not None and consumer in members else None
 
@@ -608,17 +615,17 @@ class Queue:
             self.wake()
 
     def lost_error(self, operation: str) -> SubscriptionLost:
-        """Return the error of a queue that was deleted or whose engine was closed."""
-        reason = self.lost or "the queue is gone"
+        """Return the error for a queue that was deleted or whose engine was closed."""
+        reason = self.lost or "the queue is closed"
         return SubscriptionLost(reason, backend="native", operation=operation, queue=self.name)
 
     def close(self, reason: str) -> None:
-        """Stop the timer and let every parked consumer go; ``reason`` says why."""
+        """Close the queue: stop the timer and wake all waiters, which raise an error."""
         self.lost = reason
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._armed_at = float("-inf")  # so that nothing arms it again
+        self._armed_at = float("-inf")  # so that the timer is not started again
         for subscriber in tuple(self.subscribed):
             subscriber.refresh()
         if self.members is not None:
@@ -641,7 +648,7 @@ class Queue:
 
     def _fire(self) -> None:
         self._timer = None
-        self._armed_at = float("-inf")  # nothing arms it until it has been dealt with
+        self._armed_at = float("-inf")  # do not start the timer until this call is finished
         now = self._clock.monotonic()
         try:
             self._route_dead_and_wake(self.state.advance(now))
@@ -651,9 +658,9 @@ class Queue:
             raise
         lease = self.state.leases.next_end()
         if lease is not None and lease <= now:
-            # The loop may have been blocked past the end of the lease. Two passes let the
-            # renewals and acks that waited run first: timers, then the tasks they woke. A lease
-            # is lost only here; comparing clocks in ``ack`` would refuse work that is done.
+            # The loop may have been blocked past the end of the lease. Two passes of the loop let
+            # pending renewals and acks run first: timers, then the tasks that they woke. Leases
+            # expire only here. Comparing clocks in ``ack`` would reject work that is already done.
             self._loop.call_soon(self._loop.call_soon, self._expire)
         else:
             self._armed_at = float("inf")
@@ -674,7 +681,7 @@ class Queue:
 
 
 def envelope_of(message: StoredMessage, offset: float, not_before: float | None = None) -> Envelope:
-    """A stored message as it leaves the engine; ``offset`` is wall time less monotonic time."""
+    """Return the envelope of a message; ``offset`` is wall time minus monotonic time."""
     return Envelope(
         message.id,
         message.body or b"",

@@ -1,4 +1,4 @@
-"""Heap of due times and messages; stale entries are removed lazily."""
+"""``Schedule``: a heap of messages by due time."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ __all__ = ["Schedule"]
 
 
 class Schedule:
-    """Messages by the time at which something happens to them.
+    """Heap of messages ordered by due time, for delays and expiries.
 
-    An entry is stale once its message is ``REMOVED``. It is skipped when its time comes, or
-    removed in a rebuild when stale ones are many: taking each out at once would be O(n), and
-    leaving them would keep the bodies of settled messages until their time.
+    An entry is stale once its message is ``REMOVED``. It is skipped when it is due, or removed by
+    a rebuild when there are many stale entries. Removing each entry immediately would be O(n), and
+    keeping all of them would hold the bodies of settled messages in memory until they are due.
     """
 
     __slots__ = ("_count", "_stale", "heap")
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, StoredMessage]] = []
-        self._count = 0  # entries for the same time keep their order, and messages never compare
+        self._count = 0  # tie-breaker: entries with the same time keep their order
         self._stale = 0
 
     def add(self, at: float, message: StoredMessage) -> None:
-        """Enter a message."""
+        """Add a message that is due at the monotonic time ``at``."""
         self._count += 1
         heappush(self.heap, (at, self._count, message))
 
     def pop_due(self, now: float) -> StoredMessage | None:
-        """Take out the next message whose time has come."""
+        """Remove and return the next message that is due, or ``None`` if there is none."""
         heap = self.heap
         while heap and heap[0][0] <= now:
             message = heappop(heap)[2]
@@ -41,7 +41,7 @@ class Schedule:
         return None
 
     def next_due(self) -> float | None:
-        """The next time at which something is due."""
+        """Return the earliest due time, or ``None`` if there is no message."""
         heap = self.heap
         while heap and heap[0][2].state == REMOVED:
             heappop(heap)
@@ -49,10 +49,10 @@ class Schedule:
         return heap[0][0] if heap else None
 
     def mark_stale(self) -> None:
-        """Note that a message has just become ``REMOVED``.
+        """Count the entry of a message that has just become ``REMOVED``.
 
-        Also when its entry was taken out before: too high a count only means that the rebuild,
-        which sets it right, comes early.
+        Counting a message without an entry is harmless: the next rebuild comes early and resets
+        the count.
         """
         self._stale += 1
         if self._stale > COMPACT_ABOVE + len(self.heap) // 2:
@@ -68,7 +68,7 @@ class Schedule:
         return bool(self.heap)
 
     def __iter__(self) -> Iterator[tuple[float, StoredMessage]]:
-        """Every message with its time, the next first."""
+        """Iterate over due times and messages, earliest first."""
         for at, _, message in sorted(self.heap):
             if message.state != REMOVED:
                 yield at, message

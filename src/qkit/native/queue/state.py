@@ -1,8 +1,8 @@
-"""The state of one queue, sans-IO: plain data, and every method is told the time.
+"""``QueueState``: the state of one queue, sans-IO. Methods get the time as an argument.
 
-``now``, ``due`` and ``expires`` are monotonic seconds. Nothing here waits, wakes, logs or knows
-another queue: whoever owns a state collects the messages that died (``dead``) and routes them,
-so durability can be put around it without touching its rules.
+``now``, ``due`` and ``expires`` are monotonic seconds. Nothing here waits, wakes tasks, logs or
+uses another queue. The owner of a state, a ``Queue``, collects dead messages (``dead``) and routes
+them, so durability is added around the state without changing its rules.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from qkit.native.queue.stored_message import (
 __all__ = ["DEFAULT_PRIORITY", "QueueState"]
 
 DEFAULT_PRIORITY: Final = 5
-EMPTY_SCHEDULE: Final = Schedule()  # shared by all queues that never had anything in theirs
-TIMESTAMP_RESOLUTION_SECONDS: Final = 0.001  # of ``since``; messages within it share one float
+EMPTY_SCHEDULE: Final = Schedule()  # shared by all queues that have not needed one yet
+TIMESTAMP_RESOLUTION_SECONDS: Final = 0.001  # messages that arrive within it share one ``since``
 
 
 class QueueState:
@@ -85,44 +85,45 @@ class QueueState:
         max_deliveries: int | None = None,
         drop_oldest: bool = False,
     ) -> None:
-        self.name = name
-        self._reserved = 0  # places of messages on their way to the disk
+        self.name: str = name
+        self._reserved = 0  # capacity reserved for messages that are being written
         self.set_limits(
             max_depth=max_depth,
             max_priority=max_priority,
             max_deliveries=max_deliveries,
             drop_oldest=drop_oldest,
         )
-        self.dead: list[DeadMessage] = []  # collected and emptied by the owner, and so are the next
-        self.evicted: Sequence[StoredMessage] = ()  # the oldest of a full queue, pushed out
-        self.returned: list[StoredMessage] = []  # held until their lease ended
+        # The owner collects and empties these three.
+        self.dead: list[DeadMessage] = []
+        self.evicted: Sequence[StoredMessage] = ()  # oldest messages, dropped from a full queue
+        self.returned: list[StoredMessage] = []  # ready again because their lease expired
 
         self._size = 0
-        self._next = 0  # the last delivery's token
+        self._next = 0  # token of the last delivery
         self._tick = float("-inf")
         self._ready = ReadyBuckets()
         self._scheduled = EMPTY_SCHEDULE
         self._scheduled_live = 0
         self._expiries = EMPTY_SCHEDULE
-        self.leases = Leases()
+        self.leases: Leases = Leases()
 
-        self.published = 0
-        self.claimed = 0
-        self.first_claimed = 0
-        self.acked = 0
-        self.released = 0
-        self.dead_lettered = 0
-        self.dropped = 0
-        self.waited = 0.0  # seconds between ready and first delivery, summed
+        self.published: int = 0
+        self.claimed: int = 0
+        self.first_claimed: int = 0
+        self.acked: int = 0
+        self.released: int = 0
+        self.dead_lettered: int = 0
+        self.dropped: int = 0
+        self.waited: float = 0.0  # total time from ready to first delivery, in seconds
 
     def set_limits(
         self, *, max_depth: int, max_priority: int, max_deliveries: int | None, drop_oldest: bool
     ) -> None:
-        """Set the limits for what comes; what is in the queue stays."""
+        """Set the limits for new messages; messages already in the queue are kept."""
         self._max_depth = max_depth
         self._room = max_depth - self._reserved
         self._max_priority = max_priority
-        self.default_priority = min(DEFAULT_PRIORITY, max_priority)
+        self.default_priority: int = min(DEFAULT_PRIORITY, max_priority)
         self._max_deliveries = max_deliveries
         self._drop_oldest = drop_oldest
 
@@ -130,39 +131,39 @@ class QueueState:
 
     @property
     def ready(self) -> int:
-        """Messages that could be claimed now."""
+        """Number of messages that can be claimed."""
         leases = self.leases
         return self._size - self._scheduled_live - len(leases.regular) - len(leases.custom)
 
     @property
     def scheduled(self) -> int:
-        """Messages that wait for their time."""
+        """Number of messages whose delay has not passed."""
         return self._scheduled_live
 
     @property
     def in_flight(self) -> int:
-        """Messages that a consumer holds."""
+        """Number of messages in flight."""
         return len(self.leases)
 
     @property
     def full(self) -> bool:
-        """Whether a message would find no room."""
+        """Whether ``put`` would raise ``QueueFull``."""
         return self._size >= self._room and not self._drop_oldest
 
     @property
     def free(self) -> int:
-        """For how many messages there is room."""
+        """Number of messages that can be added."""
         return sys.maxsize if self._drop_oldest else self._room - self._size
 
     def holds(self, token: int) -> bool:
-        """Whether the delivery ``token`` still owns its message."""
+        """Return whether the delivery ``token`` still holds its message."""
         return token in self.leases
 
     def oldest_since(self) -> float | None:
-        """When the oldest ready message became ready."""
+        """Return when the oldest ready message became ready, or ``None`` if none is ready."""
         return self._ready.oldest_since()
 
-    # Arrivals
+    # Adding messages
 
     def put(
         self,
@@ -176,19 +177,36 @@ class QueueState:
         expires: float | None = None,
         seq: int = 0,
     ) -> int | None:
-        """Add a message; return how many are ahead of it, ``None`` while it is delayed.
+        """Add a message.
 
-        Raises ``InvalidPriority``, or ``QueueFull`` unless the queue drops its oldest.
+        Args:
+            now: Current time.
+            id: Id of the message.
+            body: Body; ``None`` if it is only on disk.
+            headers: Headers. Default: none.
+            key: Key. Default: none.
+            priority: Priority. Default: ``default_priority``.
+            due: Time from which it may be delivered. Default: immediately.
+            expires: Time at which it expires. Default: never.
+            seq: Number of the message in the log; 0 (the default) in memory. A message with a
+                number was already accepted, so limits are not checked.
+
+        Returns:
+            The number of messages ahead of it, or ``None`` if it is delayed.
+
+        Raises:
+            InvalidPriority: The priority is out of range.
+            QueueFull: The queue is full and does not drop its oldest message.
         """
         if priority is None:
             priority = self.default_priority
         elif not 0 <= priority <= self._max_priority and not seq:
             self.check(id, priority)
         if self._size >= self._room:
-            if not seq:  # what has a number was accepted, perhaps under other limits
+            if not seq:  # otherwise the message was already accepted, perhaps under other limits
                 self.check(id, priority)
             if self._drop_oldest:
-                self._make_room()
+                self._drop_oldest_message()
         if now - self._tick >= TIMESTAMP_RESOLUTION_SECONDS:
             self._tick = now
         self._size += 1
@@ -227,9 +245,11 @@ class QueueState:
         expires: float | None,
         attempt: int,
     ) -> StoredMessage | None:
-        """Take a message back from a log, in order of arrival; limits do not hold here.
+        """Add a message recovered from the log, in order of arrival, regardless of limits.
 
-        What was delivered before comes back as a ``StoredMessage``, ready or scheduled.
+        Returns:
+            The message if it is a ``StoredMessage``, for example because it was delivered before;
+            ``None`` if it is kept as a plain tuple.
         """
         self._size += 1
         if not attempt and key is None and expires is None and due is None:
@@ -248,19 +268,19 @@ class QueueState:
         return message
 
     def reserve(self, id: str, priority: int | None) -> None:
-        """Keep a place for a message that is on its way to the disk, or raise as ``put`` does."""
+        """Reserve capacity for a message that is being written; raise the errors of ``put``."""
         if self._size >= self._room or priority is not None:
             self.check(id, priority)
         self._reserved += 1
         self._room -= 1
 
     def unreserve(self) -> None:
-        """The message is about to be put, or will not come."""
+        """Free reserved capacity, before the message is put or after its write failed."""
         self._reserved -= 1
         self._room += 1
 
     def check(self, id: str, priority: int | None) -> None:
-        """Raise what ``put`` would raise for such a message."""
+        """Raise the error that ``put`` would raise for this message."""
         if priority is not None and not 0 <= priority <= self._max_priority:
             raise InvalidPriority(
                 f"priority {priority!r} is outside this queue's range 0–{self._max_priority}",
@@ -270,19 +290,19 @@ class QueueState:
             )
         if self._size >= self._room and not self._drop_oldest:
             raise QueueFull(
-                f"the queue holds {self._size + self._reserved} messages of at most "
-                f"{self._max_depth}: consume or purge some, or raise max_depth",
+                f"the queue holds {self._size + self._reserved} messages and may "
+                f"hold at most {self._max_depth}: consume or purge some, or raise max_depth",
                 operation="publish",
                 queue=self.name,
                 message_id=id,
             )
 
-    def _make_room(self) -> None:
+    def _drop_oldest_message(self) -> None:
         oldest = self._ready.pop_oldest()
         if oldest is None and self._scheduled_live:
             oldest = next(message for _, message in self._scheduled)
             self._remove_waiting(oldest)
-        if oldest is not None:  # else consumers hold every one: one over the limit, then
+        if oldest is not None:  # if all messages are in flight, the queue exceeds its limit by one
             self._leave(oldest)
             self.dropped += 1
             self.evicted = [*self.evicted, oldest]
@@ -303,10 +323,13 @@ class QueueState:
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None
     ) -> list[StoredMessage]:
-        """Lease up to ``limit`` messages; each one's ``state`` is its delivery's token.
+        """Lease up to ``limit`` ready messages for ``lease`` seconds.
 
-        The attempt is counted here, before any handler runs, so that a message that kills its
-        consumer is counted too. An expired message is never handed out.
+        The attempt is counted here, before the handler runs, so that attempts are counted even if
+        the message crashes its consumer. An expired message is never delivered.
+
+        Returns:
+            The messages. The ``state`` of each is its delivery token.
         """
         if self._scheduled_live or self._expiries.heap:
             self._advance(now)
@@ -336,7 +359,10 @@ class QueueState:
         return claimed
 
     def ack(self, token: int) -> StoredMessage:
-        """The work is done: forget the message. ``AckDeadlineExceeded`` if the lease is lost."""
+        """Ack a delivery and remove its message.
+
+        Raises ``AckDeadlineExceeded`` if the lease has expired.
+        """
         leases = self.leases
         message = leases.regular.pop(token, None)
         if message is None or leases.holders:
@@ -351,7 +377,7 @@ class QueueState:
         return message
 
     def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
-        """Give up on a held message: it joins the dead."""
+        """Dead-letter a message in flight."""
         message = self._take(token, "nack")
         self.released += 1
         self._add_dead(message, reason, error)
@@ -365,11 +391,18 @@ class QueueState:
         count_attempt: bool = True,
         headers: dict[str, str] | None = None,
     ) -> bool:
-        """Give a held message back, at once or after ``delay`` seconds.
+        """Release a message in flight.
 
-        Without ``count_attempt`` its next delivery has the same number as this one. ``headers``,
-        if given, replace its own. Its time to live may have run out meanwhile: then it dies, and
-        the answer is false.
+        Args:
+            now: Current time.
+            token: Token of the delivery.
+            delay: Seconds until the message may be delivered again. Default: 0.
+            count_attempt: Count this delivery as an attempt. If false, the next delivery has the
+                same attempt number. Default: true.
+            headers: New headers. Default: unchanged.
+
+        Returns:
+            True, or false if the message had expired and was dead-lettered instead.
         """
         message = self._take(token, "release")
         self.released += 1
@@ -387,7 +420,7 @@ class QueueState:
         return True
 
     def extend(self, now: float, token: int, seconds: float) -> None:
-        """Move the end of a lease to ``seconds`` from now."""
+        """Extend a lease so that it expires ``seconds`` from now."""
         if not self.leases.extend(token, now + seconds):
             raise self._not_held(token, "extend")
 
@@ -400,55 +433,58 @@ class QueueState:
     def _not_held(self, token: int, operation: str) -> QueueError:
         if 0 < token <= self._next:
             return AckDeadlineExceeded(
-                "the lease of this delivery is lost, the message may be with another consumer: "
-                "extend the lease while working, or raise ack_deadline",
+                "the lease of this delivery has expired, and another consumer may have the "
+                "message: extend the lease while working, or raise ack_deadline",
                 operation=operation,
                 queue=self.name,
             )
         return MessageNotFound(
-            "this queue gave out no such delivery", operation=operation, queue=self.name
+            "there is no such delivery in this queue", operation=operation, queue=self.name
         )
 
     # Time
 
     def expire(self, now: float) -> list[DeadMessage]:
-        """Do all that is due, expired leases included; return the dead, for routing."""
+        """Process delays, TTLs and leases that have ended; return the dead messages."""
         self._advance(now)
         for token in self.leases.ended(now):
             self._expire(now, token, "expired")
         return self.take_dead()
 
     def abandon(self, now: float, tokens: Iterable[int]) -> list[DeadMessage]:
-        """The consumer of these deliveries is gone: their leases end now; return the dead."""
+        """End the leases of a consumer that is gone; return the dead messages."""
         for token in tokens:
             if self.holds(token):
                 self._expire(now, token, "ended with its consumer")
         return self.take_dead()
 
     def dead_letter_restored(self, message: StoredMessage) -> None:
-        """A restored message had been handed out for the last time when the engine stopped."""
+        """Dead-letter a restored message that was in flight for the last time at the crash."""
         self._remove_waiting(message)
         self._add_dead(
-            message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, "ended by a stop")
+            message,
+            Reason.MAX_RETRIES_EXCEEDED,
+            self._lease_expired(message, "ended when the engine stopped"),
         )
 
     def drop_unreadable(self, token: int) -> None:
-        """A held message cannot be read any more: forget it."""
+        """Remove a message in flight whose body cannot be read."""
         self._leave(self._take(token, "lose"))
         self.dropped += 1
 
-    def _spent(self, message: StoredMessage, how: str) -> LeaseExpired:
+    def _lease_expired(self, message: StoredMessage, how: str) -> LeaseExpired:
         return LeaseExpired(
             f"the lease of delivery {message.attempt} of {self._max_deliveries} {how}: "
-            "the handler crashed, hung or outran ack_deadline"
+            "the handler crashed, hung or exceeded ack_deadline"
         )
 
     def _expire(self, now: float, token: int, how: str) -> None:
         consumer = self.leases.holders.get(token)
         message = self._take(token, "expire")
         if self._max_deliveries is not None and message.attempt >= self._max_deliveries:
-            last = f", last with consumer {consumer}" if consumer else ""
-            self._add_dead(message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, how + last))
+            last = f" (consumer {consumer})" if consumer else ""
+            error = self._lease_expired(message, how + last)
+            self._add_dead(message, Reason.MAX_RETRIES_EXCEEDED, error)
         elif message.expires is not None and message.expires <= now:
             self._add_dead(message, Reason.TTL_EXPIRED, _expired(message))
         else:
@@ -456,17 +492,17 @@ class QueueState:
             self.returned.append(message)
 
     def advance(self, now: float) -> list[DeadMessage]:
-        """Do what is due except expiring leases; return the dead, for routing."""
+        """Process delays and TTLs that have ended, but not leases; return the dead messages."""
         self._advance(now)
         return self.take_dead()
 
     def take_dead(self) -> list[DeadMessage]:
-        """Hand over the messages that died since the last call."""
+        """Return the messages that became dead since the last call."""
         dead, self.dead = self.dead, []
         return dead
 
     def next_due(self) -> float | None:
-        """When ``expire`` has something to do next; perhaps a little early, never late."""
+        """Return when ``expire`` must be called next. The time may be too early, never too late."""
         dues = (self._scheduled.next_due(), self._expiries.next_due(), self.leases.next_end())
         return min((due for due in dues if due is not None), default=None)
 
@@ -475,16 +511,16 @@ class QueueState:
             self._scheduled_live -= 1
             if message.sequence:
                 self._back_to_ready(message)
-            else:  # delayed at its send: it takes its place among those that arrive now
+            else:  # delayed by its sender: order it as if it arrived now
                 message.state = READY
                 message.since = now
                 self._ready.append(message, message.priority)
         while (message := self._expiries.pop_due(now)) is not None:
-            if message.state <= READY:  # one in flight is looked at when it is given back
+            if message.state <= READY:  # a message in flight is checked when it is released
                 self._remove_waiting(message)
                 self._add_dead(message, Reason.TTL_EXPIRED, _expired(message))
 
-    # Departures
+    # Removing messages
 
     def _leave(self, message: StoredMessage) -> None:
         message.state = REMOVED
@@ -497,7 +533,7 @@ class QueueState:
         self.dead.append(DeadMessage(message, reason, error))
 
     def _remove_waiting(self, message: StoredMessage) -> None:
-        """Take a ready or scheduled message out of its place, leaving a stale entry."""
+        """Mark a ready or scheduled message as removed, leaving a stale entry."""
         was_scheduled = message.state == SCHEDULED
         message.state = REMOVED
         if was_scheduled:
@@ -509,18 +545,18 @@ class QueueState:
     # Administration
 
     def waiting(self) -> Iterator[tuple[StoredMessage, float | None]]:
-        """Ready messages in order of delivery, then scheduled ones with the time they are due."""
+        """Yield ready messages in order of delivery, then scheduled ones with their due times."""
         for message in self._ready:
             yield message, None
         for due, message in self._scheduled:
             yield message, due
 
     def peek(self, limit: int) -> list[tuple[StoredMessage, float | None]]:
-        """The first ``limit`` of ``waiting()``."""
+        """Return the first ``limit`` messages of ``waiting()``."""
         return list(islice(self.waiting(), limit))
 
     def purge(self) -> list[WaitingMessage]:
-        """Forget every message that no consumer holds; return them, in no order."""
+        """Remove all messages that are not in flight; return them in arbitrary order."""
         removed = self._ready.clear() + [message for _, message in self._scheduled]
         for entry in removed:
             if not isinstance(entry, tuple):
@@ -532,9 +568,10 @@ class QueueState:
         return removed
 
     def remove(self, ids: Collection[str]) -> list[StoredMessage]:
-        """Forget a message for each of these ids unless a consumer holds it; return them.
+        """Remove one message for each id, unless it is in flight; return the removed messages.
 
-        Of several with one id the first goes: an id that is named twice takes two.
+        If several messages have the same id, the first is removed. An id that is given twice
+        removes two messages.
         """
         wanted = Counter(ids)
         found = self._ready.take(wanted)
@@ -548,11 +585,11 @@ class QueueState:
         return found
 
     def all_messages(self) -> Iterator[StoredMessage]:
-        """Every message, held ones included."""
+        """Yield all messages, including those in flight."""
         for message, _ in self.waiting():
             yield message
         yield from self.leases
 
 
 def _expired(message: StoredMessage) -> TimeToLiveExpired:
-    return TimeToLiveExpired(f"time to live ran out after {message.attempt} deliveries")
+    return TimeToLiveExpired(f"the TTL expired after {message.attempt} deliveries")

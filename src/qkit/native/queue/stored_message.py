@@ -1,9 +1,8 @@
-"""A message at rest in the native engine, and the priority buckets that hold the ready ones.
+"""Messages in a queue, and the priority buckets of those that are ready. Sans-IO.
 
-Sans-IO and small: most messages wait once, are delivered once and are gone. Until then such a
-message is a bare tuple, a fifth of an object's cost; it becomes a ``StoredMessage`` when it is
-claimed, or on arrival if something may happen to it while it waits (it is delayed, expires or has a
-key).
+Most messages wait once and are delivered once. Until its delivery, such a message is a plain tuple,
+which needs a fifth of the memory of an object. A message becomes a ``StoredMessage`` when it is
+claimed, or on arrival if it has a delay, an expiry or a key.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ __all__ = [
 READY: Final = 0
 SCHEDULED: Final = -1
 REMOVED: Final = -2
-COMPACT_ABOVE: Final = 64  # stale entries below this are not worth a rebuild
+COMPACT_ABOVE: Final = 64  # fewer stale entries are not worth a rebuild
 
-# id, body (``None``: left on the disk), headers, since, seq (0 in memory)
+# id, body (``None``: only on disk), headers, since, seq (0 in memory)
 NewMessage: TypeAlias = tuple[str, bytes | None, dict[str, str] | None, float, int]
 
 
 class StoredMessage:
-    """One message of one queue.
+    """Message in a queue.
 
-    ``state`` is ``READY``, ``SCHEDULED``, ``REMOVED``, or the token of the delivery that holds it
-    until ``deadline``. ``sequence`` is the token of its first delivery, 0 before that: inside a
-    priority the order of first delivery is the order of arrival, so nothing need be numbered on
-    arrival. ``seq`` is its number in the log of a durable engine. ``since`` is when it first
-    became ready. ``key`` and ``expires`` are rare: here they are class attributes that cost a
-    plain message nothing; ``TaggedMessage`` has room for them.
+    ``state`` is ``READY``, ``SCHEDULED``, ``REMOVED``, or the token of the delivery that holds the
+    message until ``deadline``. ``sequence`` is the token of the first delivery, and 0 before it.
+    Within a priority, the order of first delivery is the order of arrival, so messages need no
+    number on arrival. ``seq`` is the number of the message in the log of a durable engine.
+    ``since`` is when it first became ready. ``key`` and ``expires`` are rarely used. They are class
+    attributes here, so they need no memory; ``TaggedMessage`` has slots for them.
     """
 
     __slots__ = (
@@ -57,20 +56,25 @@ class StoredMessage:
         "state",
     )
 
+    id: str
+    body: bytes | None
+    headers: dict[str, str] | None
+    since: float
+    seq: int
     key: str | None = None
     expires: float | None = None
 
     def __init__(self, fresh: NewMessage, priority: int) -> None:
         self.id, self.body, self.headers, self.since, self.seq = fresh
-        self.priority = priority
-        self.attempt = 0
-        self.sequence = 0
+        self.priority: int = priority
+        self.attempt: int = 0
+        self.sequence: int = 0
         self.state: int = READY
-        self.deadline = 0.0
+        self.deadline: float = 0.0
 
 
 class TaggedMessage(StoredMessage):
-    """A message with a key or an expiry (monotonic seconds)."""
+    """Message with a key or an expiry (in monotonic seconds)."""
 
     __slots__ = ("expires", "key")
 
@@ -82,11 +86,12 @@ WaitingMessage: TypeAlias = NewMessage | StoredMessage
 
 
 class _Bucket:
-    """The ready messages of one priority.
+    """Ready messages of one priority.
 
-    ``returned`` holds those delivered before, a heap by sequence; ``fresh`` those never
-    delivered, in order of arrival. Every returned one arrived before every fresh one, so taking
-    the returned first is exact. ``stale`` counts entries of either whose message is gone.
+    ``returned`` is a heap, by sequence, of messages that were delivered before. ``fresh`` contains
+    messages that were never delivered, in order of arrival. Every returned message arrived before
+    every fresh one, so popping returned messages first keeps the order. ``stale`` counts entries
+    in both whose message was removed.
     """
 
     __slots__ = ("fresh", "priority", "returned", "stale")
@@ -109,7 +114,7 @@ class _Bucket:
                 yield entry
 
     def head(self) -> WaitingMessage | None:
-        """The next message; the stale entries before it go, so that finding it stays cheap."""
+        """Return the next message, or ``None``; remove the stale entries before it."""
         while self.returned and self.returned[0][1].state != READY:
             heappop(self.returned)
             self.stale -= 1
@@ -127,7 +132,7 @@ class _Bucket:
         self.keep(list(self))
 
     def keep(self, entries: list[WaitingMessage]) -> None:
-        """Hold these only; they are in order."""
+        """Replace all entries with ``entries``, which are in order of delivery."""
         self.returned, self.fresh = [], deque()
         for entry in entries:
             if isinstance(entry, tuple) or not entry.sequence:
@@ -139,17 +144,17 @@ class _Bucket:
 
 
 class ReadyBuckets:
-    """Ready messages: highest priority first, in order of arrival inside a priority.
+    """Ready messages: highest priority first, in order of arrival within a priority.
 
-    A bit mask of the buckets that hold entries finds the highest in O(1). Buckets are made when
-    first used, so that a queue of 256 priorities costs no more than it needs.
+    A bit mask of the non-empty buckets gives the highest priority in O(1). Buckets are created on
+    first use, so unused priorities cost nothing.
     """
 
     __slots__ = ("_buckets", "mask")
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
-        self.mask: int = 0  # 0: there is no message
+        self.mask: int = 0  # 0: no message is ready
 
     def append(self, entry: WaitingMessage, priority: int) -> int:
         """Add a message that was never delivered; return how many are ahead of it."""
@@ -167,7 +172,7 @@ class ReadyBuckets:
         return ahead
 
     def put_back(self, message: StoredMessage) -> None:
-        """Return a message that was delivered before to its place: by its sequence."""
+        """Put back a message that was delivered before, in order of arrival."""
         bucket = self._bucket(message.priority)
         heappush(bucket.returned, (message.sequence, message))
         self.mask |= 1 << message.priority
@@ -179,7 +184,7 @@ class ReadyBuckets:
         return bucket
 
     def pop(self) -> StoredMessage | None:
-        """Take the next message."""
+        """Remove and return the next message, or ``None`` if there is none."""
         while self.mask:
             top = self.mask.bit_length() - 1
             bucket = self._buckets[top]
@@ -195,9 +200,9 @@ class ReadyBuckets:
         return None
 
     def discard(self, message: StoredMessage) -> None:
-        """Note that a message in a bucket has just become ``REMOVED``.
+        """Count the entry of a message that has just become ``REMOVED``.
 
-        Its entry is skipped when its turn comes; cutting it out of the middle would be O(n) each.
+        ``pop`` skips the entry; removing it from the middle of a bucket would be O(n).
         """
         bucket = self._buckets[message.priority]
         bucket.stale += 1
@@ -210,12 +215,15 @@ class ReadyBuckets:
             self.mask &= ~(1 << bucket.priority)
 
     def oldest_since(self) -> float | None:
-        """When the message that has been ready longest became so."""
+        """Return when the message that has been ready longest became ready, or ``None``."""
         oldest = self._oldest()
         return None if oldest is None else oldest[0]
 
     def pop_oldest(self) -> StoredMessage | None:
-        """Take the message that has been ready longest; at equal times that of lowest priority."""
+        """Remove and return the message that has been ready longest, or ``None``.
+
+        Of several messages with the same time, the one with the lowest priority is returned.
+        """
         oldest = self._oldest()
         if oldest is None:
             return None
@@ -236,7 +244,7 @@ class ReadyBuckets:
         return min(heads, key=lambda head: head[0], default=None)
 
     def take(self, wanted: Counter[str]) -> list[StoredMessage]:
-        """Take out messages of these ids, as many of each, and count them down in ``wanted``."""
+        """Remove and return messages by id, up to the counts in ``wanted``, and decrement these."""
         found: list[StoredMessage] = []
         for priority in sorted(self._buckets, reverse=True):
             bucket = self._buckets[priority]
@@ -257,14 +265,17 @@ class ReadyBuckets:
         return found
 
     def clear(self) -> list[WaitingMessage]:
-        """Forget every message; return what was there."""
+        """Remove and return all messages."""
         entries = [entry for bucket in self._buckets.values() for entry in bucket]
         self._buckets.clear()
         self.mask = 0
         return entries
 
     def __iter__(self) -> Iterator[StoredMessage]:
-        """Every message in order of delivery; of a fresh one, a copy."""
+        """Iterate over all messages in order of delivery.
+
+        A plain tuple is yielded as a new ``StoredMessage``.
+        """
         for priority in sorted(self._buckets, reverse=True):
             for entry in self._buckets[priority]:
                 yield StoredMessage(entry, priority) if isinstance(entry, tuple) else entry

@@ -1,4 +1,4 @@
-"""A topic of the native engine: every group that was ever declared receives its own copy."""
+"""``Topic``: each group receives its own copy of every message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ __all__ = ["Topic"]
 
 
 class Topic:
-    """Groups, each a queue of its own, that share the bodies of their messages."""
+    """Topic with a queue for each group; the queues share the bodies of their messages.
+
+    Args:
+        name: Name of the topic.
+        config: Configuration of the topic and all its groups.
+        new_group: Creates the queue of a group.
+        number: Number of the topic in the log; 0 in memory.
+    """
 
     __slots__ = ("_new_group", "config", "groups", "name", "number")
 
@@ -27,21 +34,24 @@ class Topic:
         new_group: Callable[[Topic, str], Queue],
         number: int = 0,
     ) -> None:
-        self.name = name
-        self.config = config
-        self.number = number  # in the log of a durable engine
+        self.name: str = name
+        self.config: QueueConfig = config
+        self.number: int = number
         self.groups: dict[str, Queue] = {}
         self._new_group = new_group
 
     def group(self, name: str) -> Queue:
-        """The queue of a group, which receives from the first call on."""
+        """Return the queue of a group; create it on first use.
+
+        A group receives only messages that are sent after it was created.
+        """
         actor = self.groups.get(name)
         if actor is None:
             actor = self.groups[name] = self._new_group(self, name)
         return actor
 
     def reconfigure(self, config: QueueConfig) -> None:
-        """Take over other limits, in every group."""
+        """Apply a new configuration to all groups."""
         self.config = config
         for actor in self.groups.values():
             actor.reconfigure(config)
@@ -57,10 +67,9 @@ class Topic:
         due: float | None = None,
         expires: float | None = None,
     ) -> None:
-        """Add a copy to every group, or only to the one that the header ``qkit-group`` names.
+        """Add a message to every group, or only to the group in its ``qkit-group`` header.
 
-        Either every group takes its copy or none does: a group that is full holds the topic up,
-        because a send that some groups never see was not accepted.
+        Either every group receives its copy or none does. So a full group blocks the whole topic.
         """
         actors, headers = self.targets(headers)
         for actor in actors:
@@ -71,17 +80,18 @@ class Topic:
     def targets(
         self, headers: dict[str, str] | None
     ) -> tuple[Sequence[Queue], dict[str, str] | None]:
-        """Return the queues that get a message with these headers, and its headers there."""
+        """Return the queues that receive a message with these headers, and the headers to store."""
         if headers is None or GROUP not in headers:
             return list(self.groups.values()), headers
-        # A replayed dead letter. The group is made if need be: the letter will be deleted.
-        rest = {name: value for name, value in headers.items() if name != GROUP}
-        return [self.group(headers[GROUP])], rest
+        # This is a replayed dead letter. Create its group if it is missing, because the letter
+        # itself will be deleted.
+        remaining = {name: value for name, value in headers.items() if name != GROUP}
+        return [self.group(headers[GROUP])], remaining
 
     def reserve(
         self, id: str, headers: dict[str, str] | None, priority: int | None
     ) -> tuple[Sequence[Queue], dict[str, str] | None]:
-        """Reserve a place in every queue that gets a message; see ``Queue.reserve``."""
+        """Reserve capacity in every queue that receives the message; see ``Queue.reserve``."""
         queues, headers = self.targets(headers)
         for at, queue in enumerate(queues):
             try:
@@ -93,16 +103,17 @@ class Topic:
         return queues, headers
 
     async def wait_for_capacity(self, timeout: float | None) -> None:
-        """Wait until every group has capacity, or for ``timeout`` seconds.
+        """Wait until every group has capacity, at most ``timeout`` seconds.
 
-        A sender that finds a second group full after the first has capacity waits there anew.
+        A sender waits for one full group after another, each time at the end of the group's wait
+        list.
         """
         waited = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while (actor := self._without_capacity(waited)) is not None:
                     await actor.wait_for_capacity(None)
-                    # It takes no place here before there is one everywhere.
+                    # Pass the wake-up on: the message is put only when all groups have capacity.
                     actor.wake_capacity_waiters()
                     waited = True
 
@@ -119,12 +130,12 @@ class Topic:
 
     @property
     def consumers(self) -> int:
-        """How many consumers all groups have."""
+        """Number of consumers in all groups."""
         return sum(queue.consumers for queue in self.groups.values())
 
     @property
     def backlog(self) -> int:
-        """The longest backlog of a group."""
+        """Largest backlog of any group."""
         return max((actor.backlog for actor in self.groups.values()), default=0)
 
     def close(self, reason: str) -> None:
@@ -133,7 +144,7 @@ class Topic:
             actor.close(reason)
 
     def stats(self) -> QueueStats:
-        """The figures of all groups together: sums, the mean wait and the oldest age."""
+        """Return the figures of all groups: sums, the average wait and the highest age."""
         figures = [actor.stats() for actor in self.groups.values()]
         if not figures:
             return QueueStats(queue=self.name, depth=0, in_flight=0, scheduled=0, consumers=0)
@@ -153,7 +164,7 @@ class Topic:
         )
 
     def peek(self, limit: int) -> list[Envelope]:
-        """The next messages, group after group, each marked with the group it is for."""
+        """Return the next messages, group by group, each with its group in a header."""
         found: list[Envelope] = []
         for name, actor in self.groups.items():
             for envelope in actor.peek(limit - len(found)):

@@ -10,12 +10,12 @@ __all__ = ["WaitList"]
 
 
 class WaitList:
-    """Waiters in order of arrival; one that was woken in vain comes back to its old place.
+    """FIFO wait list in which a waiter that was woken in vain keeps its place.
 
-    ``waiters`` are the place, the future and the name of each; ``woken`` those whose task has not
-    run yet. A wake-up is no promise: between the wake-up and the run of its task another task may
-    take the message. A wake-up is never lost: when its waiter is cancelled, ``pass_on`` is called,
-    which may wake another.
+    ``waiters`` contains the place, future and name of each waiter. ``woken`` contains the place and
+    name of each woken waiter whose task has not run yet. A wake-up guarantees nothing: before the
+    woken task runs, another task may take the message. A wake-up is never lost: if its waiter is
+    cancelled, ``pass_on`` is called, which may wake another waiter.
     """
 
     __slots__ = ("_last", "_pass_on", "waiters", "woken")
@@ -29,9 +29,19 @@ class WaitList:
     async def wait(
         self, waiter: asyncio.Future[None], name: str | None = None, place: int = 0
     ) -> int:
-        """Wait to be woken; return the place, to come back to it. Safe to cancel."""
+        """Wait to be woken. Safe to cancel.
+
+        Args:
+            waiter: New future that the wake-up completes.
+            name: Name of the consumer. Default: none.
+            place: Place that an earlier call returned. Default: the end of the list.
+
+        Returns:
+            The waiter's place in the list.
+        """
         if place:
-            insort(self.waiters, (place, waiter, name))  # numbers differ: nothing else compares
+            # Places differ, so the futures are never compared.
+            insort(self.waiters, (place, waiter, name))
         else:
             self._last = place = self._last + 1
             self.waiters.append((place, waiter, name))

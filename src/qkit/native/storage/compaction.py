@@ -1,9 +1,9 @@
-"""Taking out of the log what nobody needs any more, while it is written.
+"""Log compaction: removal of records that are no longer needed, while the log is in use.
 
-Adjacent segments of which little is wanted are written anew as one: the messages that are wanted,
-and of the rest only what a replay of the remaining log would miss. The rule for that: what became
-of a message must be told as long as any older segment tells of the message. A crash at any moment
-leaves the old segments, or the new one beside some of the old; both say the same.
+Adjacent segments with few live messages are rewritten as one segment. It contains the live messages
+and the other records that a replay of the remaining log needs: a record that changes a message is
+kept as long as an older segment contains the message. A crash at any moment leaves either the old
+segments, or the new segment and some of the old ones. Both replay to the same state.
 """
 
 from __future__ import annotations
@@ -43,23 +43,29 @@ from qkit.native.storage.index import Index, SegmentIndex
 
 __all__ = ["CompactionPlan", "CompactionResult", "choose_segments", "compact", "plan", "reindex"]
 
-COMPACT_BELOW_LIVE_RATIO: Final = 0.5  # a segment of which less is wanted is worth writing anew
+COMPACT_BELOW_LIVE_RATIO: Final = (
+    0.5  # segments with a smaller share of live messages are rewritten
+)
 
 
 @dataclass(slots=True)
 class CompactionPlan:
-    """Segments to be written as one; made in the loop, carried out in a thread."""
+    """Plan to rewrite segments as one, made in the event loop and executed in a thread."""
 
     segments: list[int]
-    index: Index  # read only, and only what does not change: the numbers in complete segments
-    flags: dict[int, bytes]  # which messages of each were wanted
+    index: Index  # the thread reads only messages of sealed segments, which are constant
+    flags: dict[int, bytes]  # which messages of each segment are live
     queues: set[int]
     first: bool  # there is no older segment
 
 
 @dataclass(slots=True)
 class CompactionResult:
-    """What has come of a plan: the first segments of the run, as many as one can hold."""
+    """Result of ``compact``: the new segment, and the old segments that it replaces.
+
+    These are the first segments of the plan, as many as fit into one segment. ``seqs`` and
+    ``offsets`` are the messages of the new segment.
+    """
 
     rewrite: Rewrite
     segments: list[int]
@@ -75,51 +81,56 @@ def choose_segments(
     border: int,
     skip: Callable[[int], bool],
 ) -> list[list[int]]:
-    """Runs of adjacent segments that are worth writing as one.
+    """Return the runs of adjacent segments that are worth rewriting as one.
 
-    ``sizes`` are the complete segments with their sizes, the oldest first; a run's wanted part
-    is at most ``limit`` bytes. No run goes beyond ``border``, the last segment that a snapshot
-    covers: what it does not cover must stay where a replay begins. A single small segment is left
-    alone, and so is a single one of ``skip``: nothing would be won.
+    A single small segment is not rewritten, because that would save nothing.
+
+    Args:
+        sizes: Number and size in bytes of each sealed segment, oldest first.
+        index: Index of the log.
+        limit: Maximum size of the live messages in a run, in bytes.
+        border: Last segment that the snapshot covers. No run crosses it, because a replay starts
+            after it.
+        skip: Returns whether rewriting a given segment alone would save nothing.
     """
     runs: list[list[int]] = []
     run: list[int] = []
-    wanted, total = 0.0, 0
+    live_total, total = 0.0, 0
     for number, size in sizes:
         segment = index[number]
         live = size * segment.live / len(segment) if segment else 0.0
         sparse = live < COMPACT_BELOW_LIVE_RATIO * size or size < limit / 16
-        if not sparse or wanted + live > limit or (run and run[-1] <= border < number):
-            _end(runs, run, wanted, total, skip)
-            run, wanted, total = [], 0.0, 0
+        if not sparse or live_total + live > limit or (run and run[-1] <= border < number):
+            _end(runs, run, live_total, total, skip)
+            run, live_total, total = [], 0.0, 0
         if sparse:
             run.append(number)
-            wanted += live
+            live_total += live
             total += size
-    _end(runs, run, wanted, total, skip)
+    _end(runs, run, live_total, total, skip)
     return runs
 
 
 def _end(
-    runs: list[list[int]], run: list[int], wanted: float, total: int, skip: Callable[[int], bool]
+    runs: list[list[int]], run: list[int], live: float, total: int, skip: Callable[[int], bool]
 ) -> None:
-    if len(run) > 1 or (run and wanted < COMPACT_BELOW_LIVE_RATIO * total and not skip(run[0])):
+    if len(run) > 1 or (run and live < COMPACT_BELOW_LIVE_RATIO * total and not skip(run[0])):
         runs.append(run)
 
 
 def plan(segments: list[int], index: Index, queues: set[int], *, first: bool) -> CompactionPlan:
-    """What ``compact`` has to know, as of now."""
+    """Return a plan to rewrite segments, with a copy of the current live flags."""
     flags = {number: bytes(index[number].alive) for number in segments}
     return CompactionPlan(segments, index, flags, queues, first)
 
 
 def compact(log: Log, plan: CompactionPlan, limit: int) -> CompactionResult:
-    """Write a run of segments as one, beside them. Blocking, for any thread.
+    """Rewrite a run of segments as one new segment. Blocking; thread-safe.
 
-    None is added to one that has ``limit`` bytes: the estimate that chose the run is by the number
-    of messages, and a few of them may be large.
+    The old segments are not changed. No segment is added after ``limit`` bytes, because
+    ``choose_segments`` estimates sizes by the number of messages, and a few messages may be large.
     """
-    kept: list[tuple[int, ...]] = []  # the messages in each record
+    kept: list[tuple[int, ...]] = []  # the messages in each kept record
     filtering = _Filter(plan)
     taken: list[int] = []
 
@@ -149,36 +160,38 @@ def compact(log: Log, plan: CompactionPlan, limit: int) -> CompactionResult:
 
 
 class _Filter:
-    """Which records stay, and as what."""
+    """Filter that selects the records to keep, and shortens them where possible."""
 
     def __init__(self, plan: CompactionPlan) -> None:
         self._plan = plan
         self._oldest = plan.segments[0]
-        self._wanted: set[int] = set()  # in this segment: a crash may have left some in two
-        # Of what happened to a living message only the last is of interest: it may have been
-        # handed out and given back a million times.
+        # Live messages of the current segment, because a crash may have left some messages in two
+        # segments.
+        self._live: set[int] = set()
+        # Only the last change of a live message is kept, because the message may have been
+        # delivered and released a million times.
         self._claims: dict[int, tuple[int, int]] = {}
         self._releases: dict[int, Release] = {}
 
     def enter(self, number: int) -> None:
-        """What follows is of this segment."""
-        self._wanted = self._plan.index[number].survivors(self._plan.flags[number])
+        """Start filtering the records of a segment."""
+        self._live = self._plan.index[number].survivors(self._plan.flags[number])
 
     def states(self) -> Iterator[bytes]:
-        """Where the living messages stood at the end of the run."""
+        """Yield records of the last changes of live messages; called at the end of the run."""
         for seq, record in self._releases.items():
             yield encode_release(record.queue, seq, record.attempt, record.due, record.headers)
         for seq, (queue, attempt) in self._claims.items():
             yield encode_claim(queue, [seq], [attempt])
 
     def keep(self, content: bytes) -> list[tuple[bytes, tuple[int, ...]]]:
-        """What stays of a record, with the messages it holds."""
-        if content[0] == PUBLISH:  # nearly all: not worth decoding
+        """Return the records that replace a record, each with the messages that it contains."""
+        if content[0] == PUBLISH:  # most records; decoding these would be slow
             seq = QUEUE_SEQ.unpack_from(content, QUEUE_SEQ_OFFSET)[1]
-            return [(content, (seq,))] if seq in self._wanted else []
-        return list(self._rest(content))
+            return [(content, (seq,))] if seq in self._live else []
+        return list(self._keep_decoded(content))
 
-    def _rest(self, content: bytes) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+    def _keep_decoded(self, content: bytes) -> Iterator[tuple[bytes, tuple[int, ...]]]:
         record = decode(content)
         match record:
             case Fanout():
@@ -186,9 +199,9 @@ class _Filter:
             case DeadLetterMove():
                 yield from self._dead_letter_move(record, content)
             case Ack():
-                yield from self._told(record.queue, record.seqs, encode_ack)
+                yield from self._settled(record.queue, record.seqs, encode_ack)
             case Remove():
-                yield from self._told(record.queue, record.seqs, encode_remove)
+                yield from self._settled(record.queue, record.seqs, encode_remove)
             case Claim():
                 self._claim(record)
             case Release():
@@ -197,7 +210,7 @@ class _Filter:
                 if self._is_needed(record):
                     yield content, ()
             case Publish():
-                raise AssertionError("dealt with before")
+                raise AssertionError("PUBLISH records are handled by keep()")
 
     def _is_needed(self, record: Declare | Delete | BulkImport) -> bool:
         if isinstance(record, Declare):
@@ -206,11 +219,11 @@ class _Filter:
 
     def _claim(self, record: Claim) -> None:
         for seq, attempt in zip(record.seqs, record.attempts, strict=True):
-            if self._is_wanted(seq):
+            if self._is_live(seq):
                 self._claims[seq] = record.queue, attempt
 
     def _release(self, record: Release) -> None:
-        if self._is_wanted(record.seq):
+        if self._is_live(record.seq):
             self._claims.pop(record.seq, None)
             before = self._releases.get(record.seq)
             if record.headers is None and before is not None:
@@ -218,7 +231,7 @@ class _Filter:
             self._releases[record.seq] = record
 
     def _fanout(self, record: Fanout, content: bytes) -> Iterator[tuple[bytes, tuple[int, ...]]]:
-        targets = [target for target in record.targets if target[1] in self._wanted]
+        targets = [target for target in record.targets if target[1] in self._live]
         if targets:
             message = content[TARGETS.size + QUEUE_SEQ.size * len(record.targets) :]
             yield renumbered(message, targets), tuple(seq for _, seq in targets)
@@ -227,28 +240,28 @@ class _Filter:
         self, record: DeadLetterMove, content: bytes
     ) -> Iterator[tuple[bytes, tuple[int, ...]]]:
         seq = record.letter.seq
-        if seq in self._wanted:
-            told = self._is_told_before(record.seq)
-            yield (content if told else content[ONE_SEQ.size :]), (seq,)
-        elif self._is_told_before(record.seq) and not self._is_wanted(record.seq):
+        if seq in self._live:
+            is_older = self._is_in_older_segment(record.seq)
+            yield (content if is_older else content[ONE_SEQ.size :]), (seq,)
+        elif self._is_in_older_segment(record.seq) and not self._is_live(record.seq):
             yield encode_remove(record.queue, [record.seq]), ()
 
-    def _told(
+    def _settled(
         self, queue: int, seqs: Sequence[int], encode: Callable[[int, Sequence[int]], bytes]
     ) -> Iterator[tuple[bytes, tuple[int, ...]]]:
-        needed = [seq for seq in seqs if self._is_told_before(seq)]
+        needed = [seq for seq in seqs if self._is_in_older_segment(seq)]
         if needed:
             yield encode(queue, needed), ()
 
-    def _is_told_before(self, seq: int) -> bool:
-        """Whether a segment that stays, older than these, tells of a message."""
+    def _is_in_older_segment(self, seq: int) -> bool:
+        """Return whether a segment that is older than the plan's contains a message."""
         if self._plan.first:
             return False
         found = self._plan.index.find(seq)
         return found is not None and found[0].number < self._oldest
 
-    def _is_wanted(self, seq: int) -> bool:
-        if seq in self._wanted:
+    def _is_live(self, seq: int) -> bool:
+        if seq in self._live:
             return True
         found = self._plan.index.find(seq)
         return found is not None and bool(found[0].alive[found[1]])
@@ -257,7 +270,7 @@ class _Filter:
 def reindex(
     old: Sequence[SegmentIndex], plan: CompactionPlan, compacted: CompactionResult
 ) -> SegmentIndex:
-    """The index of the new segment; what was settled meanwhile is not wanted there either."""
+    """Return the index of the new segment; messages that were settled meanwhile are not live."""
     new = SegmentIndex(plan.segments[0], compacted.seqs, compacted.offsets)
     alive = bytearray()
     for segment in old:

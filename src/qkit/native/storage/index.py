@@ -1,8 +1,9 @@
-"""Where every message of the log lies, and which of them are still wanted.
+"""``Index``: the position of every message in the log, and whether it is live.
 
-Messages are numbered in the order of the log, so each segment needs only two sorted arrays and a
-flag for each message: 13 bytes, against some hundred for an entry in a dictionary. Putting a
-rewritten segment in place is the exchange of one object.
+A message is live until it is settled or removed. Messages are numbered in the order of the log, so
+each segment needs only two sorted arrays and a flag for each message. That is 13 bytes per message,
+instead of about a hundred for a dictionary entry. Only one object is exchanged when a segment is
+rewritten.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ __all__ = ["Index", "SegmentIndex"]
 
 
 class SegmentIndex:
-    """The messages whose records are in one segment, dead ones included, in their order."""
+    """Messages of one segment in order, including those that are no longer live."""
 
     __slots__ = ("alive", "live", "number", "offsets", "seqs")
 
     def __init__(self, number: int, seqs: Iterable[int] = (), offsets: Iterable[int] = ()) -> None:
-        self.number = number
-        self.seqs = array("Q", seqs)
-        self.offsets = array("I", offsets)
-        self.alive = bytearray(b"\1") * len(self.seqs)
-        self.live = len(self.seqs)
+        self.number: int = number
+        self.seqs: array[int] = array("Q", seqs)
+        self.offsets: array[int] = array("I", offsets)
+        self.alive: bytearray = bytearray(b"\1") * len(self.seqs)
+        self.live: int = len(self.seqs)
 
     def __len__(self) -> int:
         return len(self.seqs)
 
     def add(self, seq: int, offset: int) -> None:
-        """A message was written behind the others."""
+        """Add a message at the end."""
         self.seqs.append(seq)
         self.offsets.append(offset)
         self.alive.append(1)
         self.live += 1
 
     def find(self, seq: int) -> int:
-        """Its place in the arrays, -1 if it is not here. Mostly there are no gaps: no search."""
+        """Return the array index of a message, or -1 if it is not in this segment."""
         seqs = self.seqs
-        at = seq - seqs[0]
+        at = seq - seqs[0]  # usually there are no gaps, and no search is needed
         if not (0 <= at < len(seqs) and seqs[at] == seq):
             at = bisect_left(seqs, seq)
             if at == len(seqs) or seqs[at] != seq:
@@ -50,17 +51,17 @@ class SegmentIndex:
         return at
 
     def forget(self, at: int) -> None:
-        """The message at this place of the arrays is not wanted any more; again is no error."""
+        """Mark the message at an array index as no longer live. Idempotent."""
         self.live -= self.alive[at]
         self.alive[at] = 0
 
     def survivors(self, flags: bytes) -> set[int]:
-        """The messages whose flag is set, in a copy of ``alive`` made before."""
+        """Return the numbers of the messages that are live in ``flags``, a copy of ``alive``."""
         return set(compress(self.seqs, flags))
 
 
 class Index:
-    """The segments' arrays, and how a message is found in them by its number.
+    """Index of all segments: finds the position of a message by its number.
 
     >>> index = Index()
     >>> index.add(1, (1, 80)); index.add(2, (1, 200)); index.add(3, (2, 80))
@@ -72,21 +73,22 @@ class Index:
     __slots__ = ("_early", "_table")
 
     def __init__(self) -> None:
-        # Numbers of the segments that hold a message, in order; the first message of each; the
-        # segments. Replaced as one: threads look in here while the loop puts a segment in place.
+        # Numbers of the segments that contain messages, in order; the first message of each; the
+        # segments. Replaced as one object, because other threads read it while the loop replaces a
+        # segment.
         self._table: tuple[list[int], list[int], dict[int, SegmentIndex]] = ([], [], {})
-        self._early: set[int] = set()  # settled before the writer told where they are
+        self._early: set[int] = set()  # messages settled before their positions were known
 
     def __getitem__(self, number: int) -> SegmentIndex:
         return self._table[2].get(number) or SegmentIndex(number)
 
     def __iter__(self) -> Iterator[SegmentIndex]:
-        """The segments that hold a message, in order."""
+        """Iterate over the segments with messages, in order."""
         numbers, _, segments = self._table
         return (segments[number] for number in numbers)
 
     def add(self, seq: int, position: Position) -> None:
-        """A message is in the log; each one comes behind the last."""
+        """Add a message. Messages must be added in the order of their numbers."""
         number, offset = position
         numbers, firsts, segments = self._table
         segment = segments.get(number)
@@ -102,10 +104,7 @@ class Index:
             segment.forget(len(segment) - 1)
 
     def replace(self, old: Iterable[int], new: SegmentIndex | None = None) -> None:
-        """Take over a segment that was read or rewritten, in place of these.
-
-        One without messages is left out.
-        """
+        """Remove the ``old`` segments, and add the ``new`` one if it has messages."""
         segments = dict(self._table[2])
         for number in old:
             segments.pop(number, None)
@@ -115,9 +114,9 @@ class Index:
         self._table = numbers, [segments[number].seqs[0] for number in numbers], segments
 
     def retain_only(self, known: Container[int]) -> None:
-        """Only these messages are wanted, each in the last segment that tells of it.
+        """Mark messages as no longer live, except the last copy of each message in ``known``.
 
-        A crash in the middle of compaction leaves records in two segments.
+        A crash during compaction may leave a message in two segments.
         """
         self._early.clear()
         seen: set[int] = set()
@@ -129,26 +128,26 @@ class Index:
                 seen.update(segment.seqs)
 
     def _last_before(self, segment: SegmentIndex) -> int:
-        """The last message of the segments before this one."""
+        """Return the highest message number in the segments before this one; -1 if none."""
         return max((other.seqs[-1] for other in self if other.number < segment.number), default=-1)
 
     def find(self, seq: int) -> tuple[SegmentIndex, int] | None:
-        """The segment that holds a message, dead or alive, and its place in the arrays."""
+        """Return the segment and the array index of a message, live or not, or ``None``."""
         numbers, firsts, segments = self._table
         at = bisect_right(firsts, seq) - 1
         if at < 0:
             return None
         segment = segments[numbers[at]]
-        place = segment.find(seq)
-        return None if place < 0 else (segment, place)
+        array_index = segment.find(seq)
+        return None if array_index < 0 else (segment, array_index)
 
     def position(self, seq: int) -> Position | None:
-        """Where the record of a message begins."""
+        """Return the position of a message's record, or ``None`` if it is unknown."""
         found = self.find(seq)
         return None if found is None else (found[0].number, found[0].offsets[found[1]])
 
     def forget(self, seq: int) -> None:
-        """A message is not wanted any more."""
+        """Mark a message as no longer live."""
         found = self.find(seq)
         if found is None:
             self._early.add(seq)

@@ -1,8 +1,8 @@
-"""What a durable engine writes: the records of what happens, and the place of each message.
+"""``Journal``: turns the changes of a durable engine into records of its log.
 
-A message exists once its record is as safe as the policy says; only then does a queue get it. All
-else happens in memory first and is written in the order in which it happened: ``written`` is what
-a caller awaits who must know that a crash of the process cannot undo it.
+A message is added to its queue only after its record is written as the fsync policy requires.
+Every other change is made in memory first, and changes are written in the order in which they were
+made. A caller awaits ``written`` before it relies on a change surviving a crash of the process.
 """
 
 from __future__ import annotations
@@ -30,47 +30,51 @@ from qkit.native.log.encode import (
 from qkit.native.log.log import Log, positions
 from qkit.native.log.record import DeadLetterMove, Fanout, Publish, decode
 from qkit.native.log.tail import Position
-from qkit.native.log.writer import AppendCallback
+from qkit.native.log.writer import AppendCallback, Writer
 from qkit.native.queue.queue import Queue
 from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
+from qkit.native.storage.index import Index
 from qkit.native.storage.replay import Replay
 from qkit.native.storage.write_batch import PendingMessage, WriteBatch, unreserve
 
 __all__ = ["Journal"]
 
-MAX_SEQS_PER_RECORD: Final = 10_000  # messages in one record of a purge
-MAX_BATCH_BYTES: Final = 1 << 20  # bytes of messages in one batch
+MAX_SEQS_PER_RECORD: Final = 10_000  # messages in one REMOVE record
+MAX_BATCH_BYTES: Final = 1 << 20
 
 
 class Journal:
-    """The log of one engine, with the numbers of its queues and messages."""
+    """Journal of one engine, which also numbers the engine's queues and messages."""
 
     def __init__(self, log: Log, clock: Clock, replay: Replay) -> None:
         self.log = log
-        self.writer = log.writer
+        self.writer: Writer = log.writer
         self.clock = clock
-        self.index = replay.index
-        self.next_seq = replay.last_seq + 1
-        self.held = replay.held  # bytes of bodies in memory
+        self.index: Index = replay.index
+        self.next_seq: int = replay.last_seq + 1
+        self.held: int = replay.held  # bytes of bodies in memory
         self._limit = replay.limit
-        self._batch: WriteBatch | None = None  # that messages of this turn may join
-        self._unwritten: dict[int, bytes] = {}  # of dead letters that are on their way
+        self._batch: WriteBatch | None = None  # more messages may be added to it
+        self._unwritten: dict[int, bytes] = {}  # bodies of dead letters that are being written
         self._loop = asyncio.get_running_loop()
         self._next_queue = replay.last_queue + 1
 
-    # Messages arrive
+    # Publishing
 
     def publish(self, pending: Sequence[PendingMessage]) -> asyncio.Future[list[int | None]]:
-        """Write messages, then hand them to their queues; the result is their positions.
+        """Write messages, then add them to their queues.
 
-        Every place in a queue must have been reserved; it is freed here. Messages of one turn of
-        the loop share a batch.
+        The caller must have reserved capacity in every queue. It is freed when the messages are
+        written or the write fails. Messages of one loop iteration share a batch.
+
+        Returns:
+            A future for the positions of the messages in their queues.
         """
         future: asyncio.Future[list[int | None]] = self._loop.create_future()
         first, batch, writer = self.next_seq, self._batch, self.writer
         try:
             contents, size = self._encode(pending)
-            if not contents:  # a topic without groups: no consumer will ever read it
+            if not contents:  # a topic without groups, which stores no messages
                 future.set_result([None] * len(pending))
                 return future
             if (
@@ -92,7 +96,10 @@ class Journal:
         return future
 
     def _encode(self, pending: Sequence[PendingMessage]) -> tuple[list[bytes], int]:
-        """Number messages; return their records, one for all groups of a topic, and their size."""
+        """Number messages; return their records and the total size in bytes.
+
+        All groups of a topic share one record.
+        """
         seq, at, size = self.next_seq, self.clock.time(), 0
         contents: list[bytes] = []
         for id, body, headers, key, priority, due, expires, queues in pending:
@@ -122,57 +129,64 @@ class Journal:
     async def import_messages(
         self, name: str, chunks: AsyncIterator[list[tuple[Sequence[Queue], bytes, Publish]]]
     ) -> list[tuple[Queue, int, Publish]]:
-        """Write the messages of a bulk file: all of them count, or none if this does not return.
+        """Write the messages of a bulk file atomically.
 
-        What is written piece by piece counts once the last record is on the disk.
+        They are written in chunks, and are valid once the final BULK_IMPORT record is on disk.
+
+        Args:
+            name: Name of the job.
+            chunks: Chunks of messages, each with its queues, its record and its decoded record.
+
+        Returns:
+            The queue, number and decoded record of each imported message, for each of its queues.
         """
-        arrived: list[tuple[Queue, int, Publish]] = []
+        imported: list[tuple[Queue, int, Publish]] = []
         begin = self.next_seq
         try:
             async for chunk in chunks:
-                arrived += await self._import_chunk(chunk)
+                imported += await self._import_chunk(chunk)
             await self.writer.append([encode_bulk_import(name, begin, self.next_seq - 1)])
         except BaseException:
-            for _, seq, _ in arrived:
+            for _, seq, _ in imported:
                 self.index.forget(seq)
             raise
-        return arrived
+        return imported
 
     async def _import_chunk(
         self, chunk: list[tuple[Sequence[Queue], bytes, Publish]]
     ) -> list[tuple[Queue, int, Publish]]:
         first, self._batch = self.next_seq, None
         contents: list[bytes] = []
-        arrived: list[tuple[Queue, int, Publish]] = []
+        imported: list[tuple[Queue, int, Publish]] = []
         for actors, content, message in chunk:
             targets = [(actor.number, self.next_seq + at) for at, actor in enumerate(actors)]
             self.next_seq += len(targets)
             contents.append(renumbered(content, targets, bulk=True))
-            arrived += [
+            imported += [
                 (actor, seq, message) for actor, (_, seq) in zip(actors, targets, strict=True)
             ]
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(position: Position | None, error: StorageError | None) -> None:
-            # Not after an await: messages are entered in the order in which they were written.
+            # Done here, not after an await, because the index needs messages in log order.
             if position is None:
                 if error is not None and not future.done():
                     future.set_exception(error)
                 return
             seq = first
-            for place, item in zip(positions(position, contents), chunk, strict=True):
+            for record_position, item in zip(positions(position, contents), chunk, strict=True):
                 for _ in item[0]:
-                    self.index.add(seq, place)
+                    self.index.add(seq, record_position)
                     seq += 1
             if not future.done():
                 future.set_result(None)
 
         self.writer.append_with_callback(contents, done)
         await future
-        return arrived
+        return imported
 
     def body_to_keep(self, body: bytes) -> bytes | None:
-        """The body if there is room for it in memory, else ``None``: it stays on the disk."""
+        """Return the body if the memory limit allows keeping it, otherwise ``None``."""
         held = self.held + len(body)
         if held > self._limit:
             return None
@@ -188,28 +202,31 @@ class Journal:
         config: dict[str, object],
         number: int | None = None,
     ) -> int:
-        """A queue exists, or (with its number) has other limits; return its number.
+        """Record that a queue was created or, if ``number`` is given, reconfigured.
 
-        What is published next must not join a batch in front of this record: a message to several
-        groups counts only if all of them were declared before.
+        The next message starts a new batch, which is written after this record, because a message
+        to several groups is valid only if all of them were declared before it.
+
+        Returns:
+            The number of the queue in the log.
         """
         self._batch = None
         if number is None:
             number = self._next_queue
             self._next_queue += 1
-        self._note(encode_declare(number, name, group, config))
+        self._append(encode_declare(number, name, group, config))
         return number
 
     def delete(self, number: int, messages: Iterable[StoredMessage]) -> None:
-        """A queue and all that was in it are gone."""
-        self._note(encode_delete(number))
+        """Record that a queue was deleted with its messages."""
+        self._append(encode_delete(number))
         self._forget(messages)
 
-    # What queues ask
+    # State for queues
 
     @property
     def disk_full(self) -> bool:
-        """Whether records wait for space on the disk."""
+        """Whether records are waiting for space on the disk."""
         return self.writer.deferred_records > 0
 
     @property
@@ -218,19 +235,19 @@ class Journal:
         return self.log.inline
 
     def forget(self, seq: int) -> None:
-        """Forget where a message lies."""
+        """Mark a message as no longer live, because its queue was deleted."""
         self.index.forget(seq)
 
-    # What happens to messages
+    # Changes of messages
 
     def claim(self, number: int, messages: Sequence[StoredMessage]) -> None:
-        """Messages were handed out."""
+        """Record that messages were delivered."""
         seqs = [message.seq for message in messages]
-        self._note(encode_claim(number, seqs, [message.attempt for message in messages]))
+        self._append(encode_claim(number, seqs, [message.attempt for message in messages]))
 
     def ack(self, number: int, message: StoredMessage) -> None:
-        """The work on a message is done."""
-        self._note(encode_ack(number, (message.seq,)))
+        """Record that a message was acked."""
+        self._append(encode_ack(number, (message.seq,)))
         self.index.forget(message.seq)
         if message.body is not None:
             self.held -= len(message.body)
@@ -238,13 +255,13 @@ class Journal:
     def release(
         self, number: int, message: StoredMessage, due: float | None, headers: dict[str, str] | None
     ) -> None:
-        """A message was given back; ``due`` is monotonic."""
+        """Record that a message was released; ``due`` is a monotonic time."""
         wall = 0.0 if due is None else due + self.clock.time() - self.clock.monotonic()
-        self._note(encode_release(number, message.seq, message.attempt, wall, headers))
+        self._append(encode_release(number, message.seq, message.attempt, wall, headers))
         self.release_body(message)
 
     def release_body(self, message: StoredMessage) -> None:
-        """A message waits again: above the limit its body stays on the disk."""
+        """Drop a ready message's body from memory if the memory limit is exceeded."""
         if self.held > self._limit and message.body is not None:
             self.held -= len(message.body)
             message.body = None
@@ -257,7 +274,7 @@ class Journal:
         letter: Envelope,
         priority: int,
     ) -> int:
-        """A message died and its letter enters the queue ``target``; return the letter's number."""
+        """Record that a dead letter was added to the queue ``target``; return its seq."""
         seq, self._batch = self.next_seq, None
         content = encode_publish(
             target,
@@ -276,16 +293,16 @@ class Journal:
                 self._unwritten.pop(seq, None)
 
         self._unwritten[seq] = letter.body
-        self._note(encode_dead_letter_move(number, message.seq, content), done)
+        self._append(encode_dead_letter_move(number, message.seq, content), done)
         self.next_seq = seq + 1
         self._forget((message,))
         return seq
 
     def remove(self, number: int, entries: Sequence[WaitingMessage]) -> None:
-        """Messages were purged, dropped or removed."""
+        """Record that messages were removed without an ack."""
         for start in range(0, len(entries), MAX_SEQS_PER_RECORD):
-            some = entries[start : start + MAX_SEQS_PER_RECORD]
-            self._note(encode_remove(number, [_seq_of(entry) for entry in some]))
+            chunk = entries[start : start + MAX_SEQS_PER_RECORD]
+            self._append(encode_remove(number, [_seq_of(entry) for entry in chunk]))
         self._forget(entries)
 
     def _forget(self, entries: Iterable[WaitingMessage]) -> None:
@@ -295,42 +312,45 @@ class Journal:
             if body is not None:
                 self.held -= len(body)
 
-    def _note(self, content: bytes, done: AppendCallback | None = None) -> None:
-        """Write what has happened. A log that is read-only keeps what it told before.
+    def _append(self, content: bytes, done: AppendCallback | None = None) -> None:
+        """Append a record of a change; do nothing if the log is read-only.
 
-        Time goes on there too (leases end, messages expire), and nobody could be told of an
-        error; whoever waits for ``written`` is.
+        In a read-only log, leases and messages still expire, and no caller could handle the error.
+        Callers of ``written`` receive it.
         """
         if not self.log.read_only:
             self.writer.append_nowait((content,), done)
 
     def written(self) -> asyncio.Future[None] | None:
-        """What to await until a crash of this process cannot undo what happened so far."""
+        """Return a future that is done once all changes so far survive a crash of this process.
+
+        Returns ``None`` if they already do.
+        """
         return self.writer.written()
 
-    # Reading back
+    # Reading
 
     def load(self, messages: Iterable[StoredMessage]) -> list[bytes | None]:
-        """The bodies of these messages, ``None`` for one that cannot be read any more.
+        """Return the bodies of messages, with ``None`` for each body that cannot be read.
 
-        Blocking, for any thread.
+        Blocking; thread-safe.
         """
         return [self.body(message) for message in messages]
 
     def body(self, message: StoredMessage) -> bytes | None:
-        """A message's body, read if need be. Blocking; ``None`` if it cannot be read."""
-        for _ in range(3):  # it may have been moved by compaction between look-up and reading
+        """Return the body of a message, or ``None`` if it cannot be read. Blocking."""
+        for _ in range(3):  # compaction may move the record between lookup and read
             body = message.body
             if body is None:
                 body = self._unwritten.get(message.seq)
             if body is not None:
                 return body
-            place = self.index.position(message.seq)
+            position = self.index.position(message.seq)
             try:
-                if place is not None:
-                    return _body_in(self.log.read(*place))
+                if position is not None:
+                    return _body_in(self.log.read(*position))
             except (QueueError, OSError):
-                if self.index.position(message.seq) == place:
+                if self.index.position(message.seq) == position:
                     break
         return None
 

@@ -1,8 +1,8 @@
-"""From the records of a log back to the queues and messages they tell of.
+"""``Replay``: reconstruction of queues and messages from the records of a log.
 
-Until the log has come to its end a message is the bytes of its record, and what happened to it a
-number beside them: most are settled before that, and a million objects would stop the process for
-the garbage collector's sake.
+During the replay, a message is kept as the bytes of its record, and its changes are kept
+separately. Most messages turn out to be settled, and a million objects would keep the garbage
+collector busy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _queue_seq: Final = QUEUE_SEQ.unpack_from
 
 
 class RecoveredMessage:
-    """A message as the log tells of it; times are wall times, 0 for none."""
+    """Message recovered from the log. Times are wall times; 0 means none."""
 
     __slots__ = (
         "at",
@@ -67,21 +67,21 @@ class RecoveredMessage:
     )
 
     def __init__(self, record: Publish, queue: int, seq: int, body: bytes | None) -> None:
-        self.queue = queue
-        self.seq = seq
-        self.id = record.id
-        self.body = body  # ``None``: left on the disk
-        self.priority = record.priority
-        self.at = record.at
-        self.due = record.due
-        self.expires = record.expires
-        self.key = record.key
-        self.headers = record.headers
-        self.attempt = record.attempt
-        self.held = False  # a consumer had it when the log ends
+        self.queue: int = queue
+        self.seq: int = seq
+        self.id: str = record.id
+        self.body: bytes | None = body  # ``None``: only on disk
+        self.priority: int = record.priority
+        self.at: float = record.at
+        self.due: float = record.due
+        self.expires: float = record.expires
+        self.key: str | None = record.key
+        self.headers: dict[str, str] | None = record.headers
+        self.attempt: int = record.attempt
+        self.held: bool = False  # in flight at the end of the log
 
     def encode(self) -> bytes:
-        """Its record, without the body."""
+        """Return a ``Publish`` record of the message, without the body."""
         return encode_publish(
             self.queue,
             self.seq,
@@ -98,33 +98,36 @@ class RecoveredMessage:
 
 
 class Replay:
-    """What a log says, record by record; records about unknown messages say nothing.
+    """State of an engine, rebuilt record by record. Records about unknown messages are ignored.
 
-    Bodies above ``limit`` bytes in sum are left on the disk. With ``repaired`` a queue that nobody
-    declared nor deleted gets a name, noted in ``orphans``; else what is in it was never confirmed.
+    Args:
+        limit: Bytes of bodies to keep in memory; other bodies stay on disk. Default: 0.
+        repaired: Keep the messages of queues that were neither declared nor deleted, under new
+            queue names (``orphans``). If false (the default), such messages are discarded, because
+            they were never confirmed.
     """
 
     def __init__(self, limit: int = 0, *, repaired: bool = False) -> None:
         self.limit = limit
-        self.index = Index()
+        self.index: Index = Index()
         self.queues: dict[int, Declare] = {}
-        self.imported: dict[str, tuple[int, int]] = {}  # bulk files, with first and last message
+        self.imported: dict[str, tuple[int, int]] = {}  # first and last message, by bulk file
         self.orphans: list[str] = []
-        self.assumed: set[int] = set()  # queues that must be declared again
-        self.held = 0  # bytes of bodies in memory
-        self.last_queue = 0
-        self.last_seq = 0
-        self.records = 0
+        self.assumed: set[int] = set()  # queues whose declaration must be written again
+        self.held: int = 0  # bytes of bodies in memory
+        self.last_queue: int = 0
+        self.last_seq: int = 0
+        self.records: int = 0
         self._repaired = repaired
-        self._messages: dict[int, bytes] = {}  # their records
-        self._bodiless: set[int] = set()  # those whose record is here without its body
-        self._claimed: dict[int, int] = {}  # the attempt, of what a consumer holds
+        self._messages: dict[int, bytes] = {}  # records by message number
+        self._bodiless: set[int] = set()  # messages whose record is kept without its body
+        self._claimed: dict[int, int] = {}  # attempts of messages in flight
         self._released: dict[int, Release] = {}
-        self._bulk: dict[int, bytes] = {}  # of bulk files that may not have come to their end
-        self._deleted: dict[int, int] = {}  # queues, and the last message before that
+        self._bulk: dict[int, bytes] = {}  # records of bulk files that may be incomplete
+        self._deleted: dict[int, int] = {}  # last message before the deletion, by queue
 
     def read(self, entries: Iterable[Entry]) -> None:
-        """Follow the log from where it was left."""
+        """Apply the next records of the log."""
         index = self.index
         for position, content in entries:
             self.records += 1
@@ -161,7 +164,7 @@ class Replay:
             case BulkImport():
                 self._bulk_import(record)
             case Publish():
-                raise AssertionError("dealt with before")
+                raise AssertionError("PUBLISH records are handled by read()")
 
     def _claim(self, record: Claim) -> None:
         for seq, attempt in zip(record.seqs, record.attempts, strict=True):
@@ -181,12 +184,15 @@ class Replay:
         (self._bulk if content[1] & BULK else self._messages)[seq] = content
 
     def _fan_out(self, record: Fanout, content: bytes) -> None:
-        """All groups or none: one whose declaration a power loss took was told of nothing."""
+        """Add a message to all its groups, or to none if the declaration of a group is missing.
+
+        If a power loss removed the declaration, the message was never confirmed.
+        """
         message = content[TARGETS.size + QUEUE_SEQ.size * len(record.targets) :]
-        whole = self._repaired or all(queue in self.queues for queue, _ in record.targets)
+        complete = self._repaired or all(queue in self.queues for queue, _ in record.targets)
         for target in record.targets:
             self.last_seq = max(self.last_seq, target[1])
-            if whole:
+            if complete:
                 self._publish(renumbered(message, [target]))
 
     def _release(self, record: Release) -> None:
@@ -201,20 +207,21 @@ class Replay:
 
     def _dead_letter_move(self, record: DeadLetterMove, letter: bytes) -> None:
         if record.letter.queue not in self.queues:
-            self._declare_letters(record)
+            self._declare_dead_letter_queue(record)
         self._forget(record.seq)
         self._publish(letter)
 
-    def _declare_letters(self, record: DeadLetterMove) -> None:
-        """The declaration of a dead-letter queue is missing: its source says how it was named.
+    def _declare_dead_letter_queue(self, record: DeadLetterMove) -> None:
+        """Declare a dead-letter queue that is not declared, as configured in the source queue.
 
-        It and this record may both be among the last writes, of which a power loss keeps any. Or
-        compaction took it, because the queue was deleted; then its deletion follows.
+        The declaration and this record may both be among the last writes, of which a power loss
+        may keep any subset. Or compaction removed the declaration because the queue was deleted;
+        then the deletion follows in the log.
         """
         source = self.queues.get(record.queue)
         if source is not None and source.group is not None:
-            named = (other for other in self.queues.values() if other.name == source.name)
-            source = next((other for other in named if other.group is None), None)
+            same_name = (other for other in self.queues.values() if other.name == source.name)
+            source = next((other for other in same_name if other.group is None), None)
         name = None if source is None else source.config.get("dead_letter")
         if source is not None and isinstance(name, str):
             depth = source.config.get("dead_letter_max_depth", 10_000)
@@ -242,9 +249,10 @@ class Replay:
     # Snapshots
 
     def load(self, contents: Iterable[bytes]) -> None:
-        """Take over what a snapshot tells, of messages that are still in the log.
+        """Apply the records of a snapshot to messages that are still in the log.
 
-        The index is filled before. What compaction took out of the log since was settled since.
+        The index must be filled first. Messages that compaction has removed from the log since the
+        snapshot are settled, and are ignored.
         """
         find = self.index.find
         for content in contents:
@@ -266,7 +274,7 @@ class Replay:
                     raise AssertionError(record)
 
     def contents(self) -> Iterator[bytes]:
-        """What a snapshot has to tell so that ``load`` knows what was read."""
+        """Yield the records of a snapshot, for ``load``."""
         for number, queue in self.queues.items():
             yield encode_declare(number, queue.name, queue.group, queue.config)
         for name, (first, last) in self.imported.items():
@@ -277,7 +285,7 @@ class Replay:
                 continue
             if seq in self._released:
                 yield self._recovered(seq, content).encode()
-            elif content[1] & BULK:  # it counts by now
+            elif content[1] & BULK:  # its bulk file is imported
                 yield renumbered(without_body(content), [(queue_number, seq)], bulk=False)
             else:
                 yield without_body(content)
@@ -286,23 +294,23 @@ class Replay:
         for content in self._bulk.values():
             yield without_body(content)
 
-    # The end
+    # Result
 
     def finish(self) -> list[RecoveredMessage]:
-        """The log has come to its end: the messages that there are, in order.
+        """Return the recovered messages, in order. Call this at the end of the log.
 
-        Those of deleted queues go, and those of bulk files that were not taken in whole.
+        Messages of deleted queues, and of bulk files whose import was not completed, are discarded.
         """
         names = {queue.name for number, queue in self.queues.items() if number not in self.assumed}
         for number in self.assumed:
             queue = self.queues[number]
-            if queue.name in names:  # made anew meanwhile, under another number
+            if queue.name in names:  # created again later, under another number
                 self.queues[number] = queue._replace(name=f"recovered-{number}")
         for seq in list(self._bulk):
             self._forget(seq)
         for seq, content in list(self._messages.items()):
             number = _queue_seq(content, QUEUE_SEQ_OFFSET)[0]
-            self.last_queue = max(self.last_queue, number)  # a number is given once
+            self.last_queue = max(self.last_queue, number)  # numbers are never reused
             if seq <= self._deleted.get(number, 0) or not self._known(number):
                 self._forget(seq)
         self.index.retain_only(self._messages)
@@ -332,7 +340,7 @@ class Replay:
 
 
 def messages_in(content: bytes) -> list[int]:
-    """The numbers of the messages whose body a record holds."""
+    """Return the numbers of the messages whose bodies are in a record."""
     if content[0] == PUBLISH:
         return [_queue_seq(content, QUEUE_SEQ_OFFSET)[1]]
     record = decode(content)

@@ -1,11 +1,11 @@
-"""A short cut for recovery: what the log says up to the end of a segment, without the bodies.
+"""Snapshots of the state at the end of a segment, without message bodies, for faster recovery.
 
-It is made from the log and never from memory, so making one stops nobody, and a log without it,
-or with a damaged one, says the same: it is only read more slowly.
+A snapshot is made from the log, not from memory, so it does not block callers. A log with a missing
+or damaged snapshot recovers to the same state, only more slowly.
 
-    header    magic, version, covered segment, log id, last queue, last message, size, checksums
-    places    for each segment: number, generation, and its messages' numbers and offsets
-    records   u32 length · content, as in the log; messages without their bodies
+    header     magic, version, covered segment, log id, last queue, last message, size, checksums
+    positions  for each segment: number, generation, and its messages' numbers and offsets
+    records    u32 length · content, as in the log; messages without their bodies
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zlib import crc32
 from qkit.errors import Damage, LogVersion
 from qkit.native.log.disk import Disk
 from qkit.native.log.log import Log
-from qkit.native.log.segment import write_whole
+from qkit.native.log.segment import write_all
 from qkit.native.storage.index import SegmentIndex
 from qkit.native.storage.replay import Replay, messages_in
 
@@ -30,19 +30,22 @@ __all__ = ["VERSION", "read_snapshot", "write_snapshot"]
 VERSION: Final = 1
 MAGIC: Final = b"qkit-snp"
 
-# magic, version, 0, segment, log id, last queue, last message, size and checksum of the rest
+# magic, version, 0, segment, log id, last queue, last message, size and checksum of the body
 _HEADER: Final = struct.Struct("<8sHHI16sIQQI")
 _CRC: Final = struct.Struct("<I")
-_SEGMENT: Final = struct.Struct("<III")  # number, generation, messages
+_SEGMENT: Final = struct.Struct("<III")  # number, generation, number of messages
 _LENGTH: Final = struct.Struct("<I")
 WRITE_BYTES: Final = 1 << 18
 _NAME: Final = re.compile(r"(\d{8,10})\.snap")
 
 
 def write_snapshot(log: Log, upto: int, replay: Replay) -> int:
-    """Write what ``replay`` read of the segments up to ``upto``; return the size. Blocking.
+    """Write a snapshot of the segments up to ``upto``, as read by ``replay``. Blocking.
 
-    Older ones are removed once it is on the disk.
+    Older snapshots are removed once the new one is on disk.
+
+    Returns:
+        The size of the snapshot in bytes, without its header.
     """
     numbers = [number for number, _ in log.segments() if number <= upto]
     disk, name = log.disk, f"{upto:08}.snap"
@@ -69,7 +72,10 @@ def write_snapshot(log: Log, upto: int, replay: Replay) -> int:
 def _write(
     disk: Disk, fd: int, body: Iterator[bytes], log_id: bytes, upto: int, replay: Replay
 ) -> int:
-    """Write the body in pieces, since joining it whole would stop every thread, then the header."""
+    """Write the body in pieces, then the header; return the size of the body in bytes.
+
+    Joining the whole body in one call would block all threads.
+    """
     size, crc, waiting = 0, 0, 0
     piece: list[bytes] = []
     for part in body:
@@ -82,14 +88,14 @@ def _write(
     head = _HEADER.pack(
         MAGIC, VERSION, 0, upto, log_id, replay.last_queue, replay.last_seq, size, crc
     )
-    write_whole(disk, fd, [head + _CRC.pack(crc32(head))], 0)
+    write_all(disk, fd, [head + _CRC.pack(crc32(head))], 0)
     return size
 
 
 def _put(disk: Disk, fd: int, parts: list[bytes], size: int, crc: int) -> tuple[int, int]:
     data = b"".join(parts)
     if data:
-        write_whole(disk, fd, [data], _HEADER.size + _CRC.size + size)
+        write_all(disk, fd, [data], _HEADER.size + _CRC.size + size)
     return size + len(data), crc32(data, crc)
 
 
@@ -106,25 +112,31 @@ def _body(log: Log, replay: Replay, numbers: list[int]) -> Iterator[bytes]:
 
 
 def read_snapshot(log: Log, replay: Replay, damage: list[Damage]) -> int:
-    """Read the newest snapshot that is whole; return the segment it covers, 0 for none.
+    """Read the newest intact snapshot into ``replay``; add damaged ones to ``damage``.
 
-    One that cannot be used is noted in ``damage``. Raises ``LogVersion`` for another format.
+    Returns:
+        The last segment that the snapshot covers; 0 if there is no snapshot.
+
+    Raises:
+        LogVersion: A snapshot has another format.
     """
     disk, generations = log.disk, log.generations()
     if any(generation < 0 for generation in generations.values()):
-        return 0  # a replay of the whole log says what is damaged
+        return 0  # a replay of the whole log reports the damage
     numbers = [int(match[1]) for match in map(_NAME.fullmatch, disk.names()) if match]
     for number in sorted(numbers, reverse=True):
-        data = _whole(disk, number, log.id)
+        data = _intact(disk, number, log.id)
         if data is None:
-            damage.append(Damage("snapshot", number, 0, 0, "not whole; the log tells it all"))
+            damage.append(
+                Damage("snapshot", number, 0, 0, "damaged and ignored; the log is complete")
+            )
             continue
         _load(log, replay, data, generations)
         return number
     return 0
 
 
-def _whole(disk: Disk, number: int, log_id: bytes) -> bytes | None:
+def _intact(disk: Disk, number: int, log_id: bytes) -> bytes | None:
     fd = disk.open(f"{number:08}.snap")
     try:
         data = disk.read(fd, disk.size(fd), 0)
@@ -136,8 +148,8 @@ def _whole(disk: Disk, number: int, log_id: bytes) -> bytes | None:
     magic, version, _, covered, found, _, _, size, crc = _HEADER.unpack_from(data)
     if magic == MAGIC and version != VERSION:
         raise LogVersion(
-            f"the snapshot {number} is of format {version}; this qkit reads format {VERSION}: use "
-            "the qkit that wrote it, or delete the file: the log tells it all",
+            f"snapshot {number} has format {version}, but this version of qkit reads format "
+            f"{VERSION}: use the version that wrote it, or delete the file (the log is complete)",
             backend="native",
             operation="open",
         )
@@ -164,7 +176,7 @@ def _load(log: Log, replay: Replay, data: bytes, generations: dict[int, int]) ->
         if generations.get(number) == generation:
             known.add(number)
             replay.index.replace([], SegmentIndex(number, _little(seqs), _little(offsets)))
-    for number in sorted(generations):  # those that were rewritten since
+    for number in sorted(generations):  # read the segments that were rewritten after the snapshot
         if number <= upto and number not in known:
             found = [
                 (seq, entry.position[1])
@@ -185,7 +197,7 @@ def _framed(data: bytes, position: int) -> Iterator[bytes]:
 
 
 def _little(numbers: array[int]) -> array[int]:
-    if sys.byteorder == "big":  # the file is the same on every machine
+    if sys.byteorder == "big":  # the file is little-endian on every machine
         numbers = array(numbers.typecode, numbers)
         numbers.byteswap()
     return numbers

@@ -1,9 +1,9 @@
-"""The directory of a durable engine: open, recover, maintain and close.
+"""``Storage``: recovery, maintenance and closing of a durable engine's directory.
 
-LOCK      the owner's, see ``log/disk.py``
-log/      the segments and a snapshot, see ``log/segment.py`` and ``snapshot.py``
+LOCK      lock of the owner, see ``log/disk.py``
+log/      segments and a snapshot, see ``log/segment.py`` and ``snapshot.py``
 inbox/    bulk files, see ``native/bulk.py``
-readers/  who reads the log from outside, see ``log/retention.py``
+readers/  positions of processes that read the log, see ``log/retention.py``
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
 from qkit._internal.clock import Clock, SystemClock
@@ -44,21 +45,31 @@ from qkit.native.storage.snapshot import read_snapshot, write_snapshot
 
 __all__ = ["Fsync", "Storage"]
 
-logger = logging.getLogger("qkit.native")
+logger: logging.Logger = logging.getLogger("qkit.native")
 
 _T = TypeVar("_T")
 P = ParamSpec("P")
 
-CHECK_INTERVAL_SECONDS: Final = 1.0  # between checks whether maintenance is due
-IDLE_SECONDS: Final = 5.0  # without a write: a good moment for maintenance
-MAINTENANCE_INTERVAL_SECONDS: Final = 600.0  # maintenance is due after this time in any case
-MIN_SNAPSHOT_BYTES: Final = 1 << 20  # of new log: with less, no segment is ended for a snapshot
-BULK_CHUNK_MESSAGES: Final = 2_000  # messages of a bulk file written together
-MAX_SNAPSHOT_MESSAGES: Final = 2_000_000  # with more, a snapshot would take too much memory
+CHECK_INTERVAL_SECONDS: Final = 1.0  # time between checks whether maintenance is due
+IDLE_SECONDS: Final = 5.0  # time without a write until maintenance starts
+MAINTENANCE_INTERVAL_SECONDS: Final = 600.0  # time between maintenance runs of a busy log
+MIN_SNAPSHOT_BYTES: Final = 1 << 20  # a smaller active segment is not sealed for a snapshot
+BULK_CHUNK_MESSAGES: Final = 2_000  # messages of a bulk file that are written together
+MAX_SNAPSHOT_MESSAGES: Final = 2_000_000  # above this, a snapshot would need too much memory
 
 
 class Storage:
-    """What lies under a durable engine. Blocking work is done in threads."""
+    """Storage of a durable engine. Blocking work runs in threads.
+
+    Args:
+        disk: Open directory. It is closed with the storage.
+        clock: Clock of the engine. With a virtual clock, everything runs in the event loop.
+        fsync: When records are synced; see ``Engine.open``. Default: ``"always"``.
+        fsync_interval: Maximum time until written records are synced, in seconds. Default: 1.
+        memory_limit: Bytes of bodies that are kept in memory. Default: 64 MiB.
+        segment_bytes: Size in bytes at which a segment is sealed. Default: 64 MiB.
+        repair: Keep the intact records of a damaged log. Default: false.
+    """
 
     journal: Journal
 
@@ -73,32 +84,32 @@ class Storage:
         segment_bytes: int = SEGMENT_BYTES,
         repair: bool = False,
     ) -> None:
-        self.path = disk.path
+        self.path: Path = disk.path
         self._clock = clock
         self._limit = memory_limit
         self._repair = repair
-        self.recovered: list[RecoveredMessage] = []  # what the engine has to take over
+        self.recovered: list[RecoveredMessage] = []  # for the engine to put into its queues
         self._segment_bytes = segment_bytes
         self._damage: list[Damage] = []
         self._covered = 0  # the last segment that the snapshot covers
         self._snapshot_bytes = 0
-        self._stuck: dict[int, tuple[int, ...]] = {}  # see ``_worth_it``
+        self._stuck: dict[int, tuple[int, ...]] = {}  # see ``_signature``
         self._queues: Callable[[], set[int]] = set
         self._maintenance_lock = asyncio.Lock()
         self._import_lock = asyncio.Lock()
-        self._imported: set[str] = set()  # bulk files that were taken in
-        self._refused: set[str] = set()  # and such as cannot be
+        self._imported: set[str] = set()  # bulk files that were imported
+        self._rejected: set[str] = set()  # bulk files that cannot be imported
         self._import: Callable[[], Awaitable[object]] | None = None
         self._maintenance_task: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
         try:
-            self.log = Log(
+            self.log: Log = Log(
                 disk,
                 fsync=fsync,
                 fsync_interval=fsync_interval,
                 segment_bytes=segment_bytes,
                 repair=repair,
-                # Virtual time knows nothing of threads: it would pass while they write.
+                # Virtual time would advance while a thread writes.
                 inline=not isinstance(clock, SystemClock),
             )
         except BaseException:
@@ -107,13 +118,13 @@ class Storage:
 
     @property
     def damage(self) -> list[Damage]:
-        """What recovery found that was no record."""
+        """Damage that recovery found."""
         return self._damage + self.log.damage
 
-    # Beginning and end
+    # Lifecycle
 
     async def recover(self) -> Replay:
-        """Read the log and begin to write to it. If that fails the directory is let go."""
+        """Read the log and start its writer. After an error the directory is closed."""
         try:
             replay = await self._in_thread(self._replay)
             self.log.start()
@@ -137,11 +148,13 @@ class Storage:
     def start(
         self, queues: Callable[[], set[int]], import_files: Callable[[], Awaitable[object]]
     ) -> None:
-        """Start the maintenance task: compaction, snapshots, import of bulk files.
+        """Start the maintenance task: compaction, snapshots and the import of bulk files.
 
-        ``queues`` tells which numbers are in use, ``import_files`` imports bulk files.
+        With a virtual clock, no task is started; tests call ``maintain``.
 
-        Not in virtual time, where a second costs nothing: there ``maintain`` is called by hand.
+        Args:
+            queues: Returns the log numbers of the existing queues.
+            import_files: Imports bulk files.
         """
         self._queues, self._import = queues, import_files
         if not self.log.inline:
@@ -150,10 +163,10 @@ class Storage:
             )
 
     async def close(self) -> None:
-        """Write what is pending and let the directory go. Again: wait for that."""
+        """Write pending records and close the directory. A second call waits for the first."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
-        await asyncio.shield(self._closing)  # it comes to its end although nobody waits any more
+        await asyncio.shield(self._closing)  # finishes even if all callers are cancelled
 
     async def _close(self) -> None:
         if self._maintenance_task is not None:
@@ -165,8 +178,8 @@ class Storage:
             deferred = self.log.writer.deferred_records
             if deferred:
                 logger.error(
-                    "the disk is full: %d records could not be written before closing; what they "
-                    "settled will be delivered again",
+                    "the disk is full: %d records could not be written before closing; the "
+                    "messages that they settle will be delivered again",
                     deferred,
                 )
 
@@ -178,26 +191,25 @@ class Storage:
     # Maintenance
 
     async def _maintenance_loop(self) -> None:
-        seen, quiet, passed = -1, 0.0, 0.0
+        seen, idle, passed = -1, 0.0, 0.0
         while not self.log.read_only:
             await asyncio.sleep(CHECK_INTERVAL_SECONDS)
             passed += CHECK_INTERVAL_SECONDS
-            quiet = quiet + CHECK_INTERVAL_SECONDS if self.log.writer.groups == seen else 0.0
+            idle = idle + CHECK_INTERVAL_SECONDS if self.log.writer.groups == seen else 0.0
             seen = self.log.writer.groups
-            due = quiet == IDLE_SECONDS or passed >= MAINTENANCE_INTERVAL_SECONDS or self._grown()
-            # Whatever goes wrong, it is told and tried again: without maintenance the
-            # disk would fill up in silence.
+            due = idle == IDLE_SECONDS or passed >= MAINTENANCE_INTERVAL_SECONDS or self._grown()
+            # Log every error and try again: without maintenance, the disk would silently fill up.
             try:
                 waiting = await self._in_thread(self.waiting)
                 if waiting and self._import is not None:
                     await self._import()
             except Exception:
-                logger.exception("a bulk file could not be taken in; it stays where it is")
+                logger.exception("a bulk file could not be imported; it stays in the inbox")
             try:
                 if due:
-                    await self.maintain(rotate=quiet >= IDLE_SECONDS)
+                    await self.maintain(rotate=idle >= IDLE_SECONDS)
             except Exception:
-                logger.exception("the log could not be tidied; it is as before")
+                logger.exception("maintenance of the log failed; it will be tried again later")
             if due:
                 passed, seen = 0.0, self.log.writer.groups
 
@@ -206,11 +218,15 @@ class Storage:
         return behind * self._segment_bytes > max(self._segment_bytes, self._snapshot_bytes)
 
     async def maintain(self, *, rotate: bool = True, compact: bool = True) -> None:
-        """Take out of the log what nobody needs any more, and write a snapshot.
+        """Compact the log and write a snapshot. Records can be appended meanwhile.
 
-        Writers are not stopped meanwhile. ``rotate`` ends the segment that is being written if it
-        is worth it, so that the snapshot covers all that there is. Without ``compact`` only the
-        snapshot is written. Raises ``StorageError``.
+        Args:
+            rotate: First seal the active segment if it is large enough, so that the snapshot
+                covers everything. Default: true.
+            compact: Compact the log. If false, only write the snapshot. Default: true.
+
+        Raises:
+            StorageError: The disk is full or failed.
         """
         async with self._maintenance_lock:
             if rotate and self.log.active_bytes >= min(MIN_SNAPSHOT_BYTES, self._segment_bytes):
@@ -234,7 +250,7 @@ class Storage:
 
     async def _compact(self) -> None:
         sizes = await self._in_thread(self.log.segments)
-        # A segment may be complete before the index has its messages.
+        # A segment may be sealed before the index contains its messages.
         await self.log.writer.sync()
         index = self.journal.index
         oldest = sizes[0][0] if sizes else 0
@@ -248,8 +264,8 @@ class Storage:
         )
         for run in runs:
             planned = plan(run, index, self._queues(), first=run[0] == oldest)
-            # What became of the messages that are taken out (a dead letter, say) must not be lost
-            # when they are.
+            # Before settled messages are removed, the records that settle them (for example a dead
+            # letter) must be on disk.
             await self.log.writer.sync()
             compacted = await self._in_thread(compact, self.log, planned, self._segment_bytes)
             planned.segments = compacted.segments
@@ -261,7 +277,7 @@ class Storage:
             return border
 
     async def _exchange(self, plan: CompactionPlan, compacted: CompactionResult) -> None:
-        """Put the new segment in the place of the old ones, unless a reader now wants those."""
+        """Replace the old segments with the new one, unless a reader retains them."""
         exchange = retention_lock(self.path)
         border = await self._in_thread(exchange.__enter__)
         try:
@@ -276,7 +292,7 @@ class Storage:
             exchange.__exit__(None, None, None)
 
     def _activate_rewrite(self, plan: CompactionPlan, compacted: CompactionResult) -> None:
-        """Take over the new places, in one turn of the loop."""
+        """Switch the index to the new positions within one iteration of the event loop."""
         index = self.journal.index
         new = reindex([index[number] for number in plan.segments], plan, compacted)
         self.log.activate_rewrite(plan.segments[0])
@@ -286,10 +302,10 @@ class Storage:
         return self._stuck.get(number) == self._signature(number)
 
     def _signature(self, number: int) -> tuple[int, ...]:
-        """What must change before writing a segment anew can win anything.
+        """Return a value that must change before rewriting a segment can save space.
 
-        One with little but the ends of messages that older segments tell of stays as long as it
-        is until they are written anew.
+        A segment whose records mostly settle messages of older segments keeps its size until the
+        older segments are rewritten.
         """
         index = self.journal.index
         older = sum(len(segment) for segment in index if segment.number < number)
@@ -298,16 +314,28 @@ class Storage:
     # Bulk files
 
     def waiting(self) -> list[str]:
-        """The bulk files that were published and not taken in yet."""
-        return [job for job in published_jobs(self.path) if job not in self._refused]
+        """Return the names of published bulk files that were neither imported nor rejected."""
+        return [job for job in published_jobs(self.path) if job not in self._rejected]
 
     async def import_bulk_files(
         self, channel: Callable[[str, Mapping[str, object]], Queue | Topic]
     ) -> int:
-        """Write the messages of every waiting bulk file to the log, then add them to their queues.
+        """Import every waiting bulk file: write its messages to the log, then add them to queues.
 
-        Each file is taken exactly once; returns how many messages. One that is not whole, or
-        names what cannot be a queue, is left where it is for good, and raised after the others.
+        Each file is imported exactly once. A file that cannot be imported stays in the inbox and
+        is not tried again; the first such error is raised after the remaining files are imported.
+
+        Args:
+            channel: Returns the queue or topic with a name; creates it with the given fields if it
+                is missing.
+
+        Returns:
+            The number of imported messages.
+
+        Raises:
+            LogDamaged: A file is damaged.
+            InvalidName: A file declares a queue with an invalid name.
+            ConfigError: A file declares an invalid configuration.
         """
         count, failure = 0, None
         async with self._import_lock:
@@ -315,7 +343,7 @@ class Storage:
                 try:
                     count += await run_to_completion(self._import_job(job, channel))
                 except (LogDamaged, InvalidName, ConfigError) as error:
-                    self._refused.add(job)
+                    self._rejected.add(job)
                     failure = failure or error
         if failure is not None:
             raise failure
@@ -334,7 +362,7 @@ class Storage:
         return len(messages)
 
     def _add_imported(self, messages: list[tuple[Queue, int, Publish]]) -> None:
-        """Add messages of a bulk file to their queues, whose limits do not hold for these."""
+        """Add the messages of a bulk file to their queues, regardless of the queues' limits."""
         for queue, seq, message in messages:
             if queue.lost is not None:
                 self.journal.forget(seq)
@@ -364,10 +392,10 @@ class Storage:
             if messages:
                 yield messages
 
-    # Looking back
+    # History
 
     async def history(self, id: str) -> list[StatusChange]:
-        """What the log still tells of a message."""
+        """Return the status changes of a message that the log still contains."""
         written = self.journal.written()
         if written is not None:
             await written

@@ -1,4 +1,4 @@
-"""Messages on their way to the disk: one batch for all that are published in a turn of the loop."""
+"""``WriteBatch``: all messages that are published in one loop iteration and written together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from qkit.native.storage.index import Index
 __all__ = ["PendingMessage", "WriteBatch", "unreserve"]
 
 
-# A message on its way to the disk: id, body, headers, key, priority, when it is due and expires
-# (monotonic), and the queues that will get it. A plain tuple: one for each message.
+# A message that is not written yet: id, body, headers, key, priority, due time and expiry
+# (monotonic), and its queues. A plain tuple, because there is one for each message.
 PendingMessage: TypeAlias = tuple[
     str,
     bytes,
@@ -34,15 +34,15 @@ _Call = tuple[Sequence[PendingMessage], "asyncio.Future[list[int | None]]"]
 
 
 class WriteBatch:
-    """Messages of one turn of the loop: one append to the log, with one callback.
+    """Messages published in one loop iteration, written by one append with one callback.
 
     Args:
-        clock: The engine's clock.
-        index: Where the journal notes the position of each message.
-        group_number: The writer's group that the batch belongs to; while it is collected, more
-            messages may join.
-        first: The number of the first message.
-        contents: The records; more may be added.
+        clock: Clock of the engine.
+        index: Index of message positions.
+        group_number: Number of the writer's group that the batch belongs to. While the writer
+            collects that group, messages may be added.
+        first: Number of the first message in the log.
+        contents: Records to write; more may be added.
     """
 
     __slots__ = ("_clock", "_first", "_index", "calls", "contents", "group_number", "size")
@@ -53,13 +53,13 @@ class WriteBatch:
         self._clock = clock
         self._index = index
         self._first = first
-        self.group_number = group_number
-        self.contents = contents
-        self.size = 0  # in bytes
-        self.calls: list[_Call] = []  # messages of each call, and the future of their positions
+        self.group_number: int = group_number
+        self.contents: list[bytes] = contents
+        self.size: int = 0  # in bytes
+        self.calls: list[_Call] = []  # messages of each call, and the future for its result
 
     def done(self, position: Position | None, error: StorageError | None) -> None:
-        """Hand the written messages to their queues, also if their senders are gone."""
+        """Add the written messages to their queues, even if their senders were cancelled."""
         if position is None:
             self._fail(error)
             return
@@ -68,7 +68,7 @@ class WriteBatch:
         now = self._clock.monotonic()
         contents = iter(self.contents)
         for pending, future in self.calls:
-            answers: list[int | None] = []
+            results: list[int | None] = []
             for id, body, headers, key, priority, due, expires, queues in pending:
                 ahead = None
                 for queue in queues:
@@ -78,9 +78,9 @@ class WriteBatch:
                     seq += 1
                 if queues:
                     offset += FRAME_SIZE + len(next(contents))
-                answers.append(ahead if len(queues) == 1 else None)
+                results.append(ahead if len(queues) == 1 else None)
             if not future.done():
-                future.set_result(answers)
+                future.set_result(results)
 
     def _fail(self, error: StorageError | None) -> None:
         for pending, future in self.calls:
@@ -90,7 +90,7 @@ class WriteBatch:
 
 
 def unreserve(pending: Sequence[PendingMessage]) -> None:
-    """Free the places that were reserved for messages, and wake senders that wait for some."""
+    """Free the capacity reserved for messages, and wake senders that wait for it."""
     for message in pending:
         for queue in message[-1]:
             queue.state.unreserve()

@@ -1,19 +1,19 @@
-// The frame: live figures in, the right page out, and what stands around every page.
+// Entry point: routing, live figures, and the header and footer of every page.
 
 import { askForToken, forgetToken, hasToken, onToken, stream } from "./api.js";
-import { MOODS, h, icon, pill } from "./elements.js";
-import { remember } from "./history.js";
+import { SEVERITY, h, icon, pill } from "./elements.js";
+import { addPoints } from "./history.js";
 import { overviewPage } from "./overview.js";
 import { queuePage } from "./queue.js";
 
 const main = document.getElementById("main");
 const history = new Map();
-let overview = null, page = null, route = null, heardAt = Date.now();
+let overview = null, page = null, route = null, lastEventAt = Date.now();
 
 // -- pages ------------------------------------------------------------------------------------
 
 function open() {
-  if (page && location.hash && !location.hash.startsWith("#/")) return; // a place on this page
+  if (page && location.hash && !location.hash.startsWith("#/")) return; // an anchor on this page
   const [, queues, name, tab] = location.hash.split("/");
   const wanted = queues === "queues" && name ? `${name}/${tab === "dead-letters" ? tab : "messages"}` : "";
   if (route === wanted && page) return;
@@ -27,7 +27,7 @@ function open() {
   if (!first) { main.focus({ preventScroll: true }); scrollTo(0, 0); }
 }
 
-/** A name out of the address; one that was never encoded as it should be is taken as it is. */
+/** Decode a queue name from the address; return it unchanged if its encoding is invalid. */
 function decoded(name) {
   try { return decodeURIComponent(name); } catch { return name; }
 }
@@ -35,7 +35,7 @@ function decoded(name) {
 addEventListener("hashchange", open);
 
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the address stays that of the page
+  event.preventDefault(); // keep the address unchanged
   main.focus();
 });
 
@@ -49,49 +49,49 @@ function listen() {
   });
   source.addEventListener("overview", (event) => {
     overview = JSON.parse(event.data);
-    heardAt = Date.now();
-    remember(history, overview);
+    lastEventAt = Date.now();
+    addPoints(history, overview);
     page?.update(overview, history);
-    frame();
+    drawFrame();
   });
   source.addEventListener("error", () => {
-    // A browser asks again by itself unless the answer was a refusal.
+    // The browser reconnects automatically, except after an error response.
     if (source.readyState === EventSource.CLOSED) setTimeout(listen, 2_000);
   });
 }
 
-setInterval(frame, 1_000);
+setInterval(drawFrame, 1_000);
 
-// -- around every page ------------------------------------------------------------------------
+// -- header, banner and footer ----------------------------------------------------------------
 
-let told = "";
+let drawn = "";
 
-function frame() {
-  const silent = Date.now() - heardAt > 4_000;
-  document.body.classList.toggle("stale", silent);
-  const state = serviceState(silent);
-  const problem = trouble(silent);
-  const mark = JSON.stringify([state, problem, overview?.writable, hasToken()]);
-  if (mark === told) return;
-  told = mark;
+function drawFrame() {
+  const stale = Date.now() - lastEventAt > 4_000;
+  document.body.classList.toggle("stale", stale);
+  const state = serviceState(stale);
+  const warning = currentWarning(stale);
+  const key = JSON.stringify([state, warning, overview?.writable, hasToken()]);
+  if (key === drawn) return;
+  drawn = key;
   document.getElementById("service-state").replaceChildren(pill(...state), overview ? h("span", { class: "backend" }, overview.backend) : "");
-  document.getElementById("banner").replaceChildren(problem ? h("p", { class: `banner ${problem.mood}` }, h("b", {}, problem.title), " ", problem.text) : "");
-  showToken();
+  document.getElementById("banner").replaceChildren(warning ? h("p", { class: `banner ${warning.severity}` }, h("b", {}, warning.title), " ", warning.text) : "");
+  drawTokenButton();
 }
 
-function serviceState(silent) {
-  if (silent) return ["no answer", "bad"];
+function serviceState(stale) {
+  if (stale) return ["no response", "bad"];
   if (!overview) return ["connecting", "warn"];
   if (overview.stopping) return ["shutting down", "warn"];
   return overview.ready ? ["ready", "good"] : ["not ready", "bad"];
 }
 
-function trouble(silent) {
-  if (silent) return { mood: "bad", title: "The service does not answer.", text: "It ended, or its event loop is blocked. The figures are the last that were seen; this page keeps trying." };
+function currentWarning(stale) {
+  if (stale) return { severity: "bad", title: "The service does not respond.", text: "It has stopped, or its event loop is blocked. This page shows the last known figures and keeps trying to reconnect." };
   if (!overview) return null;
-  if (overview.stopping) return { mood: "warn", title: "The service is shutting down.", text: "Running handlers finish; no more are started." };
+  if (overview.stopping) return { severity: "warn", title: "The service is shutting down.", text: "Running handlers finish; no new handlers start." };
   const { connection_state: connection, last_error: error } = overview.health;
-  if (connection !== "connected" || overview.problem) return { mood: MOODS[connection] === "warn" ? "warn" : "bad", title: "The broker cannot be reached.", text: overview.problem ?? error ?? `The connection is ${connection}.` };
+  if (connection !== "connected" || overview.error) return { severity: SEVERITY[connection] === "warn" ? "warn" : "bad", title: "The broker cannot be reached.", text: overview.error ?? error ?? `The connection is ${connection}.` };
   return null;
 }
 
@@ -100,23 +100,23 @@ tokenButton.addEventListener("click", () => {
   if (overview && !overview.writable) return;
   if (hasToken()) forgetToken(); else askForToken();
 });
-onToken(() => { told = ""; frame(); });
+onToken(() => { drawn = ""; drawFrame(); });
 
-function showToken() {
+function drawTokenButton() {
   tokenButton.hidden = !overview;
   if (!overview) return;
-  const word = !overview.writable ? "Read-only" : hasToken() ? "Lock" : "Unlock";
+  const label = !overview.writable ? "Read-only" : hasToken() ? "Lock" : "Unlock";
   tokenButton.disabled = !overview.writable;
-  tokenButton.title = !overview.writable ? "The service was started without a token, so nothing can be changed here." : "";
-  tokenButton.replaceChildren(icon(hasToken() && overview.writable ? "unlock" : "lock"), h("span", {}, word));
-  document.getElementById("foot-note").textContent = overview.writable ? "" : "Read-only: start the service with a token (QKIT_TOKEN) to pause, send, replay or purge here.";
+  tokenButton.title = !overview.writable ? "The service has no token, so changes are disabled." : "";
+  tokenButton.replaceChildren(icon(hasToken() && overview.writable ? "unlock" : "lock"), h("span", {}, label));
+  document.getElementById("foot-note").textContent = overview.writable ? "" : "Read-only: start the service with a token (QKIT_TOKEN) to pause, send, replay or purge.";
 }
 
 const THEMES = ["auto", "light", "dark"];
 const themeButton = document.getElementById("theme-button");
 let theme = localStorage.getItem("qkit-theme") ?? "auto";
 
-function showTheme() {
+function applyTheme() {
   document.documentElement.dataset.theme = theme;
   themeButton.replaceChildren(icon({ auto: "auto", light: "sun", dark: "moon" }[theme]));
   themeButton.setAttribute("aria-label", `Colours: ${theme === "auto" ? "automatic" : theme}`);
@@ -125,10 +125,10 @@ function showTheme() {
 themeButton.addEventListener("click", () => {
   theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
   localStorage.setItem("qkit-theme", theme);
-  showTheme();
+  applyTheme();
 });
 
-showTheme();
-listen(); // first: figures come also to a page that cannot be opened
+applyTheme();
+listen(); // first, so that live figures arrive even if opening the page fails
 open();
-frame();
+drawFrame();

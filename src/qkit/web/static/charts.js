@@ -1,10 +1,10 @@
-// Small charts in SVG: a sparkline for a table, a larger one to look into.
+// SVG charts: sparklines for tables, and larger charts with axes.
 
-import { h, rate, s, say } from "./elements.js";
+import { h, rate, s, setText } from "./elements.js";
 
-const SPANS = [60, 120, 300]; // seconds that a large chart may show
+const SPANS = [60, 120, 300]; // time ranges of a large chart, in seconds
 
-/** A line of the last `seconds` of [time, value] points; the newest is at the right edge. */
+/** Create a sparkline of the last `seconds` of [time, value] points; the newest is at the right edge. */
 export function sparkline({ width = 120, height = 32, seconds = 120, kind = "accent", label = "", ends = true } = {}) {
   const area = s("path", { class: "area" });
   const line = s("path", { class: "line" });
@@ -16,30 +16,30 @@ export function sparkline({ width = 120, height = 32, seconds = 120, kind = "acc
   );
   return {
     element,
-    /** `least` is a height that the scale has at least, for two lines that are compared. */
-    draw(points, now, summary, least = 0) {
+    /** `minimum` is the smallest maximum of the scale, for two lines that share one scale. */
+    draw(points, now, summary, minimum = 0) {
       const frame = { left: 0, right: ends ? width - 3 : width, top: 3, bottom: ends ? height - 2 : height };
       const shown = points.filter(([at, value]) => at >= now - seconds && value !== null);
-      const highest = Math.max(least, ...shown.map(([, value]) => value));
-      const places = place(shown, frame, now, span(shown, now, 30, seconds), highest || 1);
-      line.setAttribute("d", path(places));
-      area.setAttribute("d", closed(places, frame.bottom));
-      dot.toggleAttribute("hidden", places.length === 0);
-      if (places.length) {
-        dot.setAttribute("cx", places.at(-1)[0]);
-        dot.setAttribute("cy", places.at(-1)[1]);
+      const highest = Math.max(minimum, ...shown.map(([, value]) => value));
+      const pixels = toPixels(shown, frame, now, span(shown, now, 30, seconds), highest || 1);
+      line.setAttribute("d", path(pixels));
+      area.setAttribute("d", closedPath(pixels, frame.bottom));
+      dot.toggleAttribute("hidden", pixels.length === 0);
+      if (pixels.length) {
+        dot.setAttribute("cx", pixels.at(-1)[0]);
+        dot.setAttribute("cy", pixels.at(-1)[1]);
       }
       if (summary) element.setAttribute("aria-label", summary);
     },
   };
 }
 
-/** The highest of several values that points have, for lines that share a scale. */
+/** Return the highest recent value of the given columns, for lines that share a scale. */
 export function peak(points, now, columns, seconds = 120) {
   return Math.max(0, ...points.filter(([at]) => at >= now - seconds).flatMap((row) => columns.map((column) => row[column] ?? 0)));
 }
 
-/** A chart with a scale, several lines and the values under the pointer. */
+/** Create a chart with axes, a line for each series, and a legend with the values at the pointer. */
 export function chart({ series, format = rate, title }) {
   const height = 170;
   const frame = { left: 48, right: 630, top: 12, bottom: height - 24 };
@@ -53,7 +53,7 @@ export function chart({ series, format = rate, title }) {
     "svg", { class: "chart", height, role: "img", "aria-label": title },
     grid, lines.map(({ area }) => area), lines.map(({ line }) => line), cursor,
   );
-  const readings = series.map(({ name, kind }) => {
+  const legend = series.map(({ name, kind }) => {
     const value = h("b", {}, "–");
     return { value, element: h("span", { class: `key ${kind}` }, h("i", { "aria-hidden": "true" }), name, " ", value) };
   });
@@ -61,31 +61,31 @@ export function chart({ series, format = rate, title }) {
   const when = h("span", { class: "when" }, "now");
   const element = h(
     "figure", { class: "panel figure" },
-    h("figcaption", {}, heading, h("div", { class: "keys" }, readings.map((item) => item.element), when)),
+    h("figcaption", {}, heading, h("div", { class: "keys" }, legend.map((item) => item.element), when)),
     drawing,
   );
-  let rows = [], now = 0, seconds = SPANS[0], pointed = null;
+  let rows = [], now = 0, seconds = SPANS[0], pointerTime = null;
 
-  function paint() {
+  function redraw() {
     const values = rows.flatMap((row) => row.slice(1)).filter((value) => value !== null);
     const top = ceiling(Math.max(0, ...values));
     grid.replaceChildren(...scale(frame, top, seconds, format));
     lines.forEach(({ area, line }, index) => {
       const own = rows.map((row) => [row[0], row[index + 1]]).filter(([, value]) => value !== null);
-      const places = place(own, frame, now, seconds, top);
-      line.setAttribute("d", path(places));
-      if (area) area.setAttribute("d", closed(places, frame.bottom));
+      const pixels = toPixels(own, frame, now, seconds, top);
+      line.setAttribute("d", path(pixels));
+      if (area) area.setAttribute("d", closedPath(pixels, frame.bottom));
     });
-    read();
+    showReadings();
   }
 
-  function read() {
-    const row = pointed === null ? rows.at(-1) : nearest(rows, pointed);
-    readings.forEach(({ value }, index) => { value.textContent = row ? format(row[index + 1]) : "–"; });
-    when.textContent = pointed === null || !row ? "now" : `${Math.round(now - row[0])} s ago`;
-    cursor.toggleAttribute("hidden", pointed === null || !row);
+  function showReadings() {
+    const row = pointerTime === null ? rows.at(-1) : nearest(rows, pointerTime);
+    legend.forEach(({ value }, index) => { value.textContent = row ? format(row[index + 1]) : "–"; });
+    when.textContent = pointerTime === null || !row ? "now" : `${Math.round(now - row[0])} s ago`;
+    cursor.toggleAttribute("hidden", pointerTime === null || !row);
     if (row) {
-      const x = across(row[0], frame, now, seconds);
+      const x = toX(row[0], frame, now, seconds);
       cursor.setAttribute("x1", x);
       cursor.setAttribute("x2", x);
     }
@@ -94,27 +94,27 @@ export function chart({ series, format = rate, title }) {
   drawing.addEventListener("pointermove", (event) => {
     const box = drawing.getBoundingClientRect();
     const x = event.clientX - box.left;
-    pointed = now - seconds * (1 - (x - frame.left) / (frame.right - frame.left));
-    read();
+    pointerTime = now - seconds * (1 - (x - frame.left) / (frame.right - frame.left));
+    showReadings();
   });
-  // One unit is one pixel at every width, so that the words keep their size on a phone.
+  // One SVG unit is one pixel at every width, so that labels keep their size on a phone.
   new ResizeObserver(([{ contentRect }]) => {
     if (contentRect.width === 0 || frame.right === contentRect.width - 10) return;
     frame.right = contentRect.width - 10;
-    if (now) paint();
+    if (now) redraw();
   }).observe(drawing);
 
-  drawing.addEventListener("pointerleave", () => { pointed = null; read(); });
+  drawing.addEventListener("pointerleave", () => { pointerTime = null; showReadings(); });
 
   return {
     element,
-    name(text) { say(heading, text); drawing.setAttribute("aria-label", text); },
-    /** `points` are [time, value of the first series, of the second, …]. */
+    setTitle(text) { setText(heading, text); drawing.setAttribute("aria-label", text); },
+    /** Draw points [time, value of the first series, of the second, …]. */
     draw(points, at) {
       now = at;
-      seconds = SPANS.find((some) => some >= span(points, now, 0, SPANS.at(-1)) - 1);
+      seconds = SPANS.find((choice) => choice >= span(points, now, 0, SPANS.at(-1)) - 1);
       rows = points.filter(([time]) => time >= now - seconds);
-      paint();
+      redraw();
     },
   };
 }
@@ -128,46 +128,46 @@ function scale(frame, top, seconds, format) {
       s("text", { x: frame.left - 8, y: y + 3.5, "text-anchor": "end" }, format(part * top)),
     );
   }
-  const narrow = frame.right - frame.left < 300; // room for fewer words
+  const narrow = frame.right - frame.left < 300; // fewer labels fit
   const step = (seconds > 120 ? 60 : seconds / 4) * (narrow ? 2 : 1);
   for (let back = 0; back <= seconds; back += step) {
     const x = frame.right - (back / seconds) * (frame.right - frame.left);
-    const word = back === 0 ? "now" : back % 60 ? `−${back} s` : `−${back / 60} min`;
+    const label = back === 0 ? "now" : back % 60 ? `−${back} s` : `−${back / 60} min`;
     const anchor = back === 0 ? "end" : back === seconds ? "start" : "middle";
-    marks.push(s("text", { x, y: frame.bottom + 16, "text-anchor": anchor }, word));
+    marks.push(s("text", { x, y: frame.bottom + 16, "text-anchor": anchor }, label));
   }
   return marks;
 }
 
-/** How many seconds are worth showing: as many as were seen, within limits. */
-function span(points, now, least, most) {
-  return Math.min(most, Math.max(least, points.length ? now - points[0][0] : 0));
+/** Return the time range of the points in seconds, within limits. */
+function span(points, now, minimum, maximum) {
+  return Math.min(maximum, Math.max(minimum, points.length ? now - points[0][0] : 0));
 }
 
-function across(at, frame, now, seconds) {
+function toX(at, frame, now, seconds) {
   return frame.right - ((now - at) / seconds) * (frame.right - frame.left);
 }
 
-function place(points, frame, now, seconds, top) {
+function toPixels(points, frame, now, seconds, top) {
   return points.map(([at, value]) => [
-    Math.max(frame.left, across(at, frame, now, seconds)),
+    Math.max(frame.left, toX(at, frame, now, seconds)),
     frame.bottom - (value / top) * (frame.bottom - frame.top),
     at,
   ]);
 }
 
-const GAP = 20; // seconds without a look: the line is interrupted
+const GAP = 20; // seconds without a point after which the line is interrupted
 
-function path(places) {
+function path(pixels) {
   let text = "", before = null;
-  for (const [x, y, at] of places) {
+  for (const [x, y, at] of pixels) {
     text += `${before === null || at - before > GAP ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`;
     before = at;
   }
   return text;
 }
 
-function closed(places, bottom) {
+function closedPath(pixels, bottom) {
   let text = "", run = [];
   const end = () => {
     if (run.length > 1) {
@@ -175,7 +175,7 @@ function closed(places, bottom) {
     }
     run = [];
   };
-  for (const item of places) {
+  for (const item of pixels) {
     if (run.length && item[2] - run.at(-1)[2] > GAP) end();
     run.push(item);
   }
@@ -183,7 +183,7 @@ function closed(places, bottom) {
   return text;
 }
 
-/** The next round number: 1, 2, 5, 10, 20, 50, … */
+/** Return the smallest of 1, 2, 5, 10, 20, 50, … that is not less than the value. */
 function ceiling(value) {
   if (value <= 1) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

@@ -1,13 +1,13 @@
-// Elements and words: everything on the page is built here, as text nodes, never as HTML.
+// DOM helpers and formatting functions. Content is always added as text nodes, never as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element: attributes, listeners (`onclick`), and children; strings become text. */
+/** Create an element with attributes, listeners (`onclick`) and children; strings become text. */
 export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same for SVG. */
+/** Create an SVG element; see `h`. */
 export function s(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -23,14 +23,14 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Change an element's text only if it differs, so that nothing flickers or loses a selection. */
-export function say(element, text) {
+/** Set the text of an element only if it differs, to keep the user's selection. */
+export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** The same for a line that is not there while it has nothing to say. */
-export function note(element, text) {
-  say(element, text);
+/** Set the text of an element, and hide the element if the text is empty. */
+export function setNote(element, text) {
+  setText(element, text);
   element.hidden = text === "";
 }
 
@@ -49,12 +49,12 @@ const ICONS = {
   refresh: "M15.500 4v4.800h-4.800l1.900-1.900A4.200 4.200 0 1 0 14 11.500h1.700a5.900 5.900 0 1 1-1.900-5.800z",
 };
 
-/** A small picture beside a word; alone it needs a label of its own. */
+/** Create a decorative icon; an element with only an icon needs an aria-label. */
 export function icon(name) {
   return s("svg", { class: "glyph", viewBox: "0 0 20 20", "aria-hidden": "true" }, s("path", { d: ICONS[name] }));
 }
 
-/** A button with a picture and a word. */
+/** Create a button with an icon and a label. */
 export function button(name, label, onclick, attributes = {}) {
   return h("button", { type: "button", onclick, ...attributes }, icon(name), h("span", {}, label));
 }
@@ -62,20 +62,20 @@ export function button(name, label, onclick, attributes = {}) {
 const whole = new Intl.NumberFormat("en");
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
-/** 1,234 and 1.2M; a dash where nobody knows. */
+/** Format a count: 1,234 or 1.2M; a dash if it is unknown. */
 export function count(value) {
   if (value === null || value === undefined) return "–";
   return value < 100_000 ? whole.format(value) : short.format(value);
 }
 
-/** Messages a second. */
+/** Format messages per second. */
 export function rate(value) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
   return value < 9.95 ? value.toFixed(1) : count(Math.round(value));
 }
 
-/** A duration in its largest unit: 40 s, 3 min, 5 h, 2 d. */
+/** Format a duration in one suitable unit: 40 s, 3 min, 5 h, 2 d. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 1) return "< 1 s";
@@ -85,13 +85,13 @@ export function duration(seconds) {
   return `${Math.round(seconds / 86_400)} d`;
 }
 
-/** How long ago a wall time was. */
+/** Format the time since a timestamp. */
 export function ago(at, now = Date.now() / 1000) {
   return at === null || at === undefined ? "never" : `${duration(Math.max(0, now - at))} ago`;
 }
 
-/** A wall time as people here write it. */
-export function moment(at) {
+/** Format a timestamp in the user's locale. */
+export function timestamp(at) {
   return at === null || at === undefined ? "–" : new Date(at * 1000).toLocaleString();
 }
 
@@ -99,28 +99,29 @@ export function bytes(size) {
   return size < 1_024 ? `${size} bytes` : `${(size / 1_024).toFixed(1)} KB`;
 }
 
-/** “1 message”, “2 messages”. */
+/** Format a count with its noun: “1 message”, “2 messages”. */
 export function plural(number, word) {
   return `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 }
 
-/** A word with a dot in the colour of what it means. */
-export function pill(word, mood) {
-  return h("span", { class: `pill ${mood}` }, h("span", { class: "dot", "aria-hidden": "true" }), word);
+/** Create a status label with a coloured dot. */
+export function pill(word, severity) {
+  return h("span", { class: `pill ${severity}` }, h("span", { class: "dot", "aria-hidden": "true" }), word);
 }
 
-export const MOODS = {
+/** Severity of each state, used as a CSS class. */
+export const SEVERITY = {
   consuming: "good", connected: "good", closed: "good", healthy: "good",
   paused: "warn", starting: "warn", connecting: "warn", half_open: "warn", closing: "warn",
   reconnecting: "bad", disconnected: "bad", open: "bad", stopped: "bad", unhealthy: "bad",
-  none: "calm",
+  none: "neutral",
 };
 
-/** A passing word at the edge of the page. */
-export function toast(text, mood = "good") {
-  const note = h("p", { class: `toast ${mood}` }, text);
+/** Show a message at the edge of the page for a few seconds. */
+export function toast(text, severity = "good") {
+  const element = h("p", { class: `toast ${severity}` }, text);
   const stack = document.getElementById("toasts");
-  stack.append(note);
+  stack.append(element);
   while (stack.children.length > 3) stack.firstChild.remove();
-  setTimeout(() => note.remove(), mood === "bad" ? 9_000 : 5_000);
+  setTimeout(() => element.remove(), severity === "bad" ? 9_000 : 5_000);
 }

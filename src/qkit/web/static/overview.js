@@ -1,20 +1,20 @@
-// The first page: the totals, how the service is, and every queue.
+// The overview page: totals, all queues, and the health of the service.
 
 import { peak, sparkline } from "./charts.js";
-import { MOODS, ago, count, duration, h, note, pill, plural, rate, say } from "./elements.js";
+import { SEVERITY, ago, count, duration, h, pill, plural, rate, setNote, setText } from "./elements.js";
 import { totals } from "./history.js";
 
 const TILES = [
-  { name: "Waiting", kind: "accent", figure: (all) => count(all.depth), series: 1 },
-  { name: "In per second", kind: "in", figure: (all) => rate(all.in_rate), series: 2 },
-  { name: "Done per second", kind: "out", figure: (all) => rate(all.out_rate), series: 3 },
+  { name: "Depth", kind: "accent", figure: (all) => count(all.depth), series: 1 },
+  { name: "Published/s", kind: "published", figure: (all) => rate(all.published_per_second), series: 2 },
+  { name: "Acked/s", kind: "acked", figure: (all) => rate(all.acked_per_second), series: 3 },
   { name: "Dead letters", kind: "bad", figure: (all) => count(all.dead_letters), series: 4 },
 ];
 
-/** Beside rates that the broker does not count. */
-export const OWN = "by this process";
+/** Suffix of rates that cover this service only, because the broker does not count messages. */
+export const SERVICE_ONLY = "this service only";
 
-const COLUMNS = ["Queue", "Waiting", "Traffic per second", "Oldest", "In flight", "Retries", "Dead letters"];
+const COLUMNS = ["Queue", "Depth", "Messages/s", "Oldest", "In flight", "Retried", "Dead letters"];
 
 export function overviewPage() {
   const tiles = TILES.map((tile) => {
@@ -30,19 +30,19 @@ export function overviewPage() {
     h("thead", {}, h("tr", {}, COLUMNS.map((name) => h("th", { scope: "col" }, name)))),
     body,
   );
-  const more = h("p", { class: "hint", hidden: true });
+  const omitted = h("p", { class: "hint", hidden: true });
   const empty = h(
     "div", { class: "empty panel", hidden: true },
     h("h2", {}, "No queues yet"),
-    h("p", {}, "A queue appears here with its first message, or when a handler consumes it."),
+    h("p", {}, "A queue appears here with its first message or its first consumer."),
     h("pre", {}, 'await service.send("orders", {"id": 1})'),
   );
   const listing = h("section", { class: "panel listing", "aria-label": "Queues" }, table);
   const element = h(
     "div", { class: "page" },
-    h("h1", { class: "unseen" }, "All queues"),
+    h("h1", { class: "visually-hidden" }, "All queues"),
     h("section", { class: "tiles", "aria-label": "Totals" }, tiles.map((tile) => tile.element)),
-    listing, empty, more,
+    listing, empty, omitted,
     h("section", { class: "panel", "aria-label": "Health" }, h("h2", {}, "Health"), health),
   );
   const rows = new Map();
@@ -52,11 +52,11 @@ export function overviewPage() {
     title: "qkit",
     update(overview, history) {
       const points = totals(history);
-      const own = overview.queues.some((queue) => queue.own_rates);
+      const serviceOnly = overview.queues.some((queue) => queue.counted_by_service);
       for (const tile of tiles) {
-        say(tile.value, tile.figure(overview.totals));
-        say(tile.heading, own && (tile.series === 2 || tile.series === 3) ? `${tile.name}, ${OWN}` : tile.name);
-        tile.spark.draw(points.map((row) => [row[0], row[tile.series]]), overview.at, `${tile.name}: ${tile.figure(overview.totals)}`);
+        setText(tile.value, tile.figure(overview.totals));
+        setText(tile.heading, serviceOnly && (tile.series === 2 || tile.series === 3) ? `${tile.name}, ${SERVICE_ONLY}` : tile.name);
+        tile.spark.draw(points.map((row) => [row[0], row[tile.series]]), overview.sampled_at, `${tile.name}: ${tile.figure(overview.totals)}`);
       }
       for (const [name, row] of rows) {
         if (!overview.queues.some((queue) => queue.name === name)) { row.element.remove(); rows.delete(name); }
@@ -67,82 +67,82 @@ export function overviewPage() {
           const next = [...rows.keys()].sort().find((name) => name > queue.name && rows.get(name).element.isConnected);
           body.insertBefore(rows.get(queue.name).element, next ? rows.get(next).element : null);
         }
-        rows.get(queue.name).update(queue, history.get(queue.name) ?? [], overview.at);
+        rows.get(queue.name).update(queue, history.get(queue.name) ?? [], overview.sampled_at);
       }
       listing.hidden = overview.queues.length === 0;
-      empty.hidden = overview.queues.length > 0 || overview.problem !== null;
-      note(more, overview.hidden ? `${plural(overview.hidden, "more queue")} not shown.` : "");
+      empty.hidden = overview.queues.length > 0 || overview.error !== null;
+      setNote(omitted, overview.queues_omitted ? `${plural(overview.queues_omitted, "more queue")} not shown.` : "");
       health.replaceChildren(...healthFacts(overview));
     },
   };
 }
 
 function queueRow(name) {
-  const depth = sparkline({ kind: "accent", label: "waiting" });
-  const flow = sparkline({ kind: "in", label: "in" });
-  const done = sparkline({ kind: "out", label: "done" });
-  const cells = Object.fromEntries(["depth", "in", "out", "oldest", "flight", "retried"].map((key) => [key, h("span", { class: "number" })]));
+  const depth = sparkline({ kind: "accent", label: "Depth" });
+  const published = sparkline({ kind: "published", label: "Published/s" });
+  const acked = sparkline({ kind: "acked", label: "Acked/s" });
+  const cells = Object.fromEntries(["depth", "published", "acked", "oldest", "inFlight", "retried"].map((key) => [key, h("span", { class: "number" })]));
   const state = h("span", { class: "state" });
   const letters = h("a", { class: "number", href: `#/queues/${encodeURIComponent(name)}/dead-letters` });
-  const extra = h("small"), whose = h("small", { hidden: true });
+  const scheduled = h("small"), serviceOnly = h("small", { hidden: true });
   const cell = (label, ...children) => h("td", { "data-label": label }, ...children);
   const element = h(
     "tr", {},
     h("th", { scope: "row" }, h("a", { class: "name", href: `#/queues/${encodeURIComponent(name)}` }, name), state),
-    cell("Waiting", h("div", { class: "beside" }, h("div", {}, cells.depth, extra), depth.element)),
-    cell("Traffic", h("div", { class: "beside" }, h("div", {}, cells.in, cells.out, whose), h("span", { class: "pair" }, flow.element, done.element))),
+    cell("Depth", h("div", { class: "beside" }, h("div", {}, cells.depth, scheduled), depth.element)),
+    cell("Messages/s", h("div", { class: "beside" }, h("div", {}, cells.published, cells.acked, serviceOnly), h("span", { class: "pair" }, published.element, acked.element))),
     cell("Oldest", cells.oldest),
-    cell("In flight", cells.flight),
-    cell("Retries", cells.retried),
+    cell("In flight", cells.inFlight),
+    cell("Retried", cells.retried),
     cell("Dead letters", letters),
   );
   let shown = "";
   return {
     element,
     update(queue, points, now) {
-      const mood = queue.problem ? "bad" : MOODS[queue.state];
-      const word = queue.problem ? "no figures" : queue.state === "none" ? (queue.broadcast ? "topic" : "not consumed here") : queue.state;
-      if (shown !== word + mood) { state.replaceChildren(pill(word, mood)); shown = word + mood; }
-      state.title = queue.problem ?? "";
-      say(cells.depth, count(queue.depth));
-      say(extra, queue.scheduled ? `${count(queue.scheduled)} scheduled` : "");
-      say(cells.in, `${rate(queue.in_rate)} in`);
-      say(cells.out, `${rate(queue.out_rate)} done`);
-      note(whose, queue.own_rates ? OWN : "");
-      say(cells.oldest, duration(queue.oldest_seconds));
-      say(cells.flight, count(queue.in_flight));
-      say(cells.retried, count(queue.retried));
-      say(letters, count(queue.dead_letters));
+      const severity = queue.error ? "bad" : SEVERITY[queue.state];
+      const label = queue.error ? "no figures" : queue.state === "none" ? (queue.broadcast ? "topic" : "not consumed here") : queue.state;
+      if (shown !== label + severity) { state.replaceChildren(pill(label, severity)); shown = label + severity; }
+      state.title = queue.error ?? "";
+      setText(cells.depth, count(queue.depth));
+      setText(scheduled, queue.scheduled ? `${count(queue.scheduled)} scheduled` : "");
+      setText(cells.published, `${rate(queue.published_per_second)} published`);
+      setText(cells.acked, `${rate(queue.acked_per_second)} acked`);
+      setNote(serviceOnly, queue.counted_by_service ? SERVICE_ONLY : "");
+      setText(cells.oldest, duration(queue.oldest_message_age_secs));
+      setText(cells.inFlight, count(queue.in_flight));
+      setText(cells.retried, count(queue.messages_retried));
+      setText(letters, count(queue.dead_letters));
       letters.classList.toggle("bad", queue.dead_letters > 0);
       letters.setAttribute("aria-label", `${count(queue.dead_letters)} dead letters of ${name}`);
-      depth.draw(points.map((row) => [row[0], row[1]]), now, `Waiting: ${count(queue.depth)}`);
+      depth.draw(points.map((row) => [row[0], row[1]]), now, `Depth: ${count(queue.depth)}`);
       const top = peak(points, now, [2, 3]);
-      flow.draw(points.map((row) => [row[0], row[2]]), now, `In per second: ${rate(queue.in_rate)}`, top);
-      done.draw(points.map((row) => [row[0], row[3]]), now, `Done per second: ${rate(queue.out_rate)}`, top);
+      published.draw(points.map((row) => [row[0], row[2]]), now, `Published/s: ${rate(queue.published_per_second)}`, top);
+      acked.draw(points.map((row) => [row[0], row[3]]), now, `Acked/s: ${rate(queue.acked_per_second)}`, top);
     },
   };
 }
 
-function healthFacts({ health, backend, at }) {
+function healthFacts({ health, backend, sampled_at: at }) {
   const fact = (name, ...value) => h("div", { class: "fact" }, h("h3", {}, name), h("div", {}, ...value));
   const connected = health.connection_state === "connected";
-  const sends = health.breaker !== "closed" ? "sends are refused for now" : connected ? "sends go through" : "there is no connection to send over";
-  const broken = health.connection_state !== "connected" && health.last_error;
+  const sends = health.breaker !== "closed" ? "sends fail immediately until a trial call succeeds" : connected ? "sends are accepted" : "not connected: sends fail";
+  const lastError = health.connection_state !== "connected" && health.last_error;
   return [
-    fact("Connection", pill(health.connection_state, MOODS[health.connection_state]), h("small", {}, broken ? health.last_error : `last message ${ago(health.last_success_at, at)}`)),
-    fact("Circuit breaker", pill(health.breaker.replace("_", " "), MOODS[health.breaker]), h("small", {}, sends)),
-    fact("Storage", pill(health.durable ? "durable" : "in memory", health.durable ? "good" : "calm"), h("small", {}, `${backend}${health.durable ? "" : ": gone after a restart"}`)),
+    fact("Connection", pill(health.connection_state, SEVERITY[health.connection_state]), h("small", {}, lastError ? health.last_error : `last success ${ago(health.last_success_at, at)}`)),
+    fact("Circuit breaker", pill(health.breaker.replace("_", " "), SEVERITY[health.breaker]), h("small", {}, sends)),
+    fact("Storage", pill(health.durable ? "durable" : "in memory", health.durable ? "good" : "neutral"), h("small", {}, `${backend}${health.durable ? "" : ": messages are lost on restart"}`)),
     h("div", { class: "fact wide" }, h("h3", {}, "Consumers"), consumers(health.consumers, at)),
   ];
 }
 
 export function consumers(list, at) {
-  if (!list.length) return h("p", { class: "hint" }, "This service consumes nothing: it only sends and looks.");
+  if (!list.length) return h("p", { class: "hint" }, "This service has no consumers.");
   return h(
     "ul", { class: "consumers" },
     list.map((item) => h(
       "li", {},
-      pill(item.state, MOODS[item.state]),
+      pill(item.state, SEVERITY[item.state]),
       h("b", {}, item.channel), h("span", { class: "hint" }, item.group),
       h("small", {}, `${count(item.in_flight)} in flight · polled ${ago(item.last_poll_at, at)} · settled ${ago(item.last_settle_at, at)}`),
     )),

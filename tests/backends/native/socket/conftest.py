@@ -1,4 +1,4 @@
-"""An owner and its clients in one loop."""
+"""Fixtures for an owner and its clients in one event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qkit.native import Engine
 
 
 class Owner:
-    """A served engine, and whatever connects to it."""
+    """Engine that is served on a socket, and its client connections."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "socket"
@@ -39,35 +39,35 @@ class Owner:
         self._stack.push_async_callback(backend.aclose)
         return backend
 
-    async def typist(self) -> Typist:
+    async def json_client(self) -> JsonClient:
         reader, writer = await asyncio.open_unix_connection(self.path, limit=1 << 24)
-        typist = Typist(reader, writer)
-        self._stack.push_async_callback(typist.aclose)
-        return typist
+        client = JsonClient(reader, writer)
+        self._stack.push_async_callback(client.aclose)
+        return client
 
     async def aclose(self) -> None:
         await self._stack.aclose()
 
 
-class Typist:
-    """Somebody with ``nc -U``."""
+class JsonClient:
+    """Client that sends JSON commands, as a user does with ``nc -U``."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
 
     async def line(self, line: bytes) -> Any:
-        """The answer to a line."""
+        """Send a line and return the decoded reply."""
         self.writer.write(line + b"\n")
         return await self.answer()
 
     async def answer(self) -> Any:
         line = await self.reader.readline()
-        assert line.endswith(b"\n"), f"hung up after {line!r}"
+        assert line.endswith(b"\n"), f"disconnected after {line!r}"
         return json.loads(line)
 
-    async def say(self, command: str, /, **payload: Any) -> Any:
-        """The answer to a command."""
+    async def run(self, command: str, /, **payload: Any) -> Any:
+        """Run a command and return the decoded reply."""
         return await self.line(json.dumps({"command": command, "payload": payload}).encode())
 
     async def aclose(self) -> None:
@@ -76,7 +76,7 @@ class Typist:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A short path: pytest's own are longer than a socket's address may be."""
+    """Yield a directory with a short path, because a socket address has a length limit."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 

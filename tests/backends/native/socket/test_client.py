@@ -1,4 +1,4 @@
-"""A client of a native directory: nothing is lost, nothing hangs, leases outlive a blocked loop."""
+"""Client of a native directory: publishing, receiving, settling, leases, and loss of the owner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qkit.backend import (
     SubscriptionSpec,
 )
 from qkit.backends.native.socket import protocol
-from qkit.backends.native.socket.client import subscription as claimed
+from qkit.backends.native.socket.client import subscription as client_subscription
 from qkit.backends.native.socket.client.backend import SocketBackend
 from qkit.backends.native.socket.client.connection import Answered
 from qkit.errors import (
@@ -45,7 +45,7 @@ def spec(prefetch: int = 10, **options: Any) -> SubscriptionSpec:
     return SubscriptionSpec(queue="q", group="g", consumer="c", prefetch=prefetch, **options)
 
 
-def test_it_is_all_that_the_native_backend_is(tmp_path: Any) -> None:
+def test_the_socket_backend_implements_the_protocols(tmp_path: Any) -> None:
     backend = SocketBackend(tmp_path / "socket")
     assert isinstance(backend, Admin)
     assert isinstance(backend, DeadLetterSource)
@@ -53,7 +53,7 @@ def test_it_is_all_that_the_native_backend_is(tmp_path: Any) -> None:
     assert backend.capabilities.lease
 
 
-async def test_before_it_is_started_it_says_so(tmp_path: Any) -> None:
+async def test_calls_before_start_raise_backend_unavailable(tmp_path: Any) -> None:
     backend = SocketBackend(tmp_path / "socket")
     for call in (
         backend.ping(),
@@ -67,7 +67,7 @@ async def test_before_it_is_started_it_says_so(tmp_path: Any) -> None:
     await backend.aclose()
 
 
-async def test_each_publish_of_one_turn_has_its_own_answer(owner: Any) -> None:
+async def test_concurrent_publishes_get_separate_results(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q", max_depth=5, max_priority=9))
     calls = [
@@ -91,12 +91,12 @@ async def test_each_publish_of_one_turn_has_its_own_answer(owner: Any) -> None:
     assert await client.publish("q", []) == []
 
 
-async def test_large_batches_are_spread_over_frames(owner: Any) -> None:
+async def test_large_batches_are_split_into_frames(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     envelopes = [Envelope(f"{n:03}", bytes([n]) * 200_000) for n in range(30)]
     sent = await client.publish("q", envelopes)
-    assert sent == [Sent(item.id, place) for place, item in enumerate(envelopes)]
+    assert sent == [Sent(item.id, position) for position, item in enumerate(envelopes)]
     assert [item.body for item in await client.peek("q", 30)] == [item.body for item in envelopes]
     async with client.subscribe(spec(30)) as subscription:
         found: list[str] = []
@@ -105,7 +105,7 @@ async def test_large_batches_are_spread_over_frames(owner: Any) -> None:
     assert found == [item.id for item in envelopes]
 
 
-async def test_a_message_beyond_the_owner_s_limit_is_refused_here(owner: Any) -> None:
+async def test_the_client_rejects_a_message_above_the_limit_of_the_owner(owner: Any) -> None:
     await owner.server.aclose()
     owner.server._max_frame = 10_000
     await owner.server.start()
@@ -115,15 +115,15 @@ async def test_a_message_beyond_the_owner_s_limit_is_refused_here(owner: Any) ->
     with pytest.raises(PayloadTooLarge):
         await client.publish("q", [large])
     await client.publish("q", [Envelope("b", bytes(5_000)), Envelope("c", bytes(5_000))])
-    with pytest.raises(PartialSend) as caught:  # the messages of other senders beside it are sent
+    with pytest.raises(PartialSend) as caught:  # but the other messages are sent
         await client.publish("q", [Envelope("d", b""), large, Envelope("e", b"")])
-    first, refused, last = caught.value.results
+    first, rejected, last = caught.value.results
     assert (first, last) == (Sent("d", 2), Sent("e", 3))
-    assert isinstance(refused, PayloadTooLarge)
-    assert (refused.queue, refused.message_id) == ("q", "a")
+    assert isinstance(rejected, PayloadTooLarge)
+    assert (rejected.queue, rejected.message_id) == ("q", "a")
 
 
-async def test_cancelled_receives_lose_nothing(owner: Any) -> None:
+async def test_cancelled_receives_lose_no_message(owner: Any) -> None:
     print("seed", SEED)
     chance = random.Random(SEED)
     client = await owner.client()
@@ -153,7 +153,7 @@ async def test_cancelled_receives_lose_nothing(owner: Any) -> None:
     assert (await client.stats("q")).in_flight == 0
 
 
-async def test_what_nobody_asks_for_goes_back_soon(owner: Any) -> None:
+async def test_deliveries_that_no_receive_takes_are_released_soon(owner: Any) -> None:
     client, other = await owner.client(), await owner.client()
     await client.declare(QueueSpec(name="q"))
     async with client.subscribe(spec()) as paused, other.subscribe(spec()) as awake:
@@ -164,7 +164,7 @@ async def test_what_nobody_asks_for_goes_back_soon(owner: Any) -> None:
             await asyncio.sleep(0)
             receiving.cancel()
             await asyncio.wait({receiving})
-            async with asyncio.timeout(claimed.UNRECEIVED_RETURN_SECONDS * 4):
+            async with asyncio.timeout(client_subscription.UNRECEIVED_RETURN_SECONDS * 4):
                 (found,) = (
                     receiving.result() if not receiving.cancelled() else await awake.receive(1)
                 )
@@ -172,7 +172,7 @@ async def test_what_nobody_asks_for_goes_back_soon(owner: Any) -> None:
             await (awake if receiving.cancelled() else paused).ack(found)
 
 
-async def test_a_cancelled_receive_takes_its_credit_back(owner: Any) -> None:
+async def test_a_cancelled_receive_withdraws_its_credit(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     async with client.subscribe(spec()) as subscription:
@@ -182,12 +182,12 @@ async def test_a_cancelled_receive_takes_its_credit_back(owner: Any) -> None:
         await asyncio.wait({receiving})
         await client.ping()
         await client.publish("q", [Envelope("a", b"")])
-        assert (await client.stats("q")).in_flight == 0, "claimed for no receiver"
+        assert (await client.stats("q")).in_flight == 0, "claimed without a receiver"
         (found,) = await subscription.receive(1)
         assert found.envelope.attempt == 1
 
 
-async def test_several_receives_share_what_comes(owner: Any) -> None:
+async def test_several_receives_share_new_messages(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     async with client.subscribe(spec()) as subscription:
@@ -199,17 +199,17 @@ async def test_several_receives_share_what_comes(owner: Any) -> None:
         assert sorted(item.envelope.id for items in found for item in items) == list("01234")
 
 
-async def test_a_stopped_subscription_settles_and_fetches_nothing(owner: Any) -> None:
+async def test_a_stopped_subscription_can_settle_but_fetches_nothing(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     await client.publish("q", [Envelope("a", b"")])
     async with client.subscribe(spec()) as subscription:
         (found,) = await subscription.receive(1)
-        parked = asyncio.create_task(subscription.receive(1))
+        receiving = asyncio.create_task(subscription.receive(1))
         await asyncio.sleep(0)
         await subscription.stop()
         await subscription.stop()
-        assert await parked == []
+        assert await receiving == []
         await client.publish("q", [Envelope("b", b"")])
         assert await subscription.receive(1) == []
         await subscription.ack(found)
@@ -218,7 +218,7 @@ async def test_a_stopped_subscription_settles_and_fetches_nothing(owner: Any) ->
     assert (await client.stats("q")).depth == 1
 
 
-async def test_each_settlement_of_one_turn_has_its_own_answer(owner: Any) -> None:
+async def test_concurrent_settlements_get_separate_results(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q", ack_deadline=1.0))
     await client.publish("q", [Envelope(str(n), b"") for n in range(3)])
@@ -239,22 +239,22 @@ async def test_each_settlement_of_one_turn_has_its_own_answer(owner: Any) -> Non
 
 
 def count_frames(client: SocketBackend, kind: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the frames of a kind that the client sends."""
+    """Return a list to which the size of each sent frame of this kind is added."""
     connection = client._connection
     assert connection is not None
     frames: list[int] = []
-    ask = connection.ask
+    send_request = connection.send_request
 
-    def counted(asked: int, body: bytes, answered: Answered) -> int:
-        if asked == kind:
+    def counted(sent_kind: int, body: bytes, answered: Answered) -> int:
+        if sent_kind == kind:
             frames.append(len(body))
-        return ask(asked, body, answered)
+        return send_request(sent_kind, body, answered)
 
-    monkeypatch.setattr(connection, "ask", counted)
+    monkeypatch.setattr(connection, "send_request", counted)
     return frames
 
 
-async def test_many_are_settled_by_one_frame_and_each_has_its_own_result(
+async def test_several_deliveries_are_settled_in_one_frame_with_separate_results(
     owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client: SocketBackend = await owner.client()
@@ -268,7 +268,7 @@ async def test_many_are_settled_by_one_frame_and_each_has_its_own_result(
         frames = count_frames(client, protocol.SETTLE, monkeypatch)
         first, *others, last = await subscription.extend_many([late, one, two, done], 30)
         assert (first, others) == (None, [None, None])
-        assert isinstance(last, MessageNotFound), "settled before; the others are extended"
+        assert isinstance(last, MessageNotFound), "this delivery was already settled"
         await subscription.extend(late, 0.01)
         await asyncio.sleep(0.1)
         assert len(frames) == 2
@@ -285,7 +285,9 @@ async def test_many_are_settled_by_one_frame_and_each_has_its_own_result(
     assert (stats.depth, stats.acked_total) == (1, 3)
 
 
-async def test_many_that_meet_a_broken_connection(owner: Any) -> None:
+async def test_settling_several_deliveries_over_a_lost_connection_raises_subscription_lost(
+    owner: Any,
+) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     await client.publish("q", [Envelope(str(n), b"") for n in range(3)])
@@ -303,10 +305,10 @@ async def test_many_that_meet_a_broken_connection(owner: Any) -> None:
         assert isinstance(acked, list)
         assert [type(error) for error in acked] == [SubscriptionLost] * 3
         assert [error.message_id for error in acked] == ["0", "1", "2"]
-        assert type(extended) is SubscriptionLost, "one error for all: it is logged once"
+        assert type(extended) is SubscriptionLost, "all leases must share one error"
 
 
-async def test_a_cancelled_settlement_ends_the_lease_when_it_is_answered(owner: Any) -> None:
+async def test_a_cancelled_settlement_ends_the_lease_when_the_owner_replies(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     await client.publish("q", [Envelope("a", b"")])
@@ -316,13 +318,13 @@ async def test_a_cancelled_settlement_ends_the_lease_when_it_is_answered(owner: 
         await asyncio.sleep(0)
         acking.cancel()
         await asyncio.wait({acking})
-        assert len(subscription._leases) == 1, "not before the owner has answered"
+        assert len(subscription._leases) == 1, "the lease must be kept until the owner replies"
         await client.ping()
         assert subscription._leases == {}
     assert (await client.stats("q")).acked_total == 1
 
 
-async def test_a_cancelled_publish_of_several_frames_leaves_no_unseen_error(
+async def test_a_cancelled_publish_of_several_frames_leaves_no_unretrieved_error(
     owner: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = await owner.client()
@@ -340,7 +342,7 @@ async def test_a_cancelled_publish_of_several_frames_leaves_no_unseen_error(
         await client.publish("missing", [Envelope(str(n), bytes(700_000)) for n in range(3)])
 
 
-async def test_nothing_hangs_when_the_owner_dies(owner: Any) -> None:
+async def test_all_pending_calls_fail_when_the_owner_dies(owner: Any) -> None:
     lost: list[BackendUnavailable] = []
     client = SocketBackend(owner.path, on_lost=lost.append)
     await client.start()
@@ -351,7 +353,7 @@ async def test_nothing_hangs_when_the_owner_dies(owner: Any) -> None:
         receiving = asyncio.create_task(subscription.receive(1))
         await asyncio.sleep(0.01)
         for connection in tuple(owner.server._connections):
-            connection._transport.pause_reading()  # it answers no more
+            connection._transport.pause_reading()  # the owner no longer replies
         calls = [
             client.publish("q", [Envelope("b", b"")]),
             client.stats("q"),
@@ -375,13 +377,13 @@ async def test_nothing_hangs_when_the_owner_dies(owner: Any) -> None:
     assert len(lost) == 1
     with pytest.raises(BackendUnavailable):
         await client.publish("q", [])
-    await client.start()  # another connection
+    await client.start()  # opens another connection
     await client.ping()
     await client.aclose()
     assert len(lost) == 1
 
 
-async def test_a_deleted_queue_breaks_its_subscriptions(owner: Any) -> None:
+async def test_a_deleted_queue_ends_its_subscriptions(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     async with client.subscribe(spec()) as subscription:
@@ -396,10 +398,10 @@ async def test_a_deleted_queue_breaks_its_subscriptions(owner: Any) -> None:
     await client.ping()
 
 
-async def test_an_ack_without_an_answer_is_given_up(
+async def test_an_ack_without_a_reply_raises_subscription_lost(
     owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claimed, "SETTLE_TIMEOUT", 0.05)
+    monkeypatch.setattr(client_subscription, "SETTLE_TIMEOUT", 0.05)
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     await client.publish("q", [Envelope("a", b"")])
@@ -408,30 +410,30 @@ async def test_an_ack_without_an_answer_is_given_up(
         await client.ping()
         (connection,) = [c for c in owner.server._connections if c._handler._subscriptions]
         connection._transport.pause_reading()
-        with pytest.raises(SubscriptionLost, match="no answer"):
+        with pytest.raises(SubscriptionLost, match="did not respond"):
             await subscription.ack(held)
         connection._transport.resume_reading()
 
 
-async def test_a_loop_blocked_for_several_leases_keeps_them(owner: Any) -> None:
-    """The owner is in this loop as well, so what the thread wrote meanwhile it reads first."""
+async def test_leases_are_renewed_while_the_loop_is_blocked(owner: Any) -> None:
+    """A thread sends the renewals, which the owner, in the same loop, reads after the block."""
     client, other = await owner.client(), await owner.client()
     await client.declare(QueueSpec(name="q", ack_deadline=0.15))
     await client.publish("q", [Envelope("a", b""), Envelope("b", b"")])
     async with client.subscribe(spec()) as subscription, other.subscribe(spec()) as rival:
         one, two = await subscription.receive(2)
         await subscription.ack(two)
-        stealing = asyncio.create_task(rival.receive(1))
+        receiving = asyncio.create_task(rival.receive(1))
         await asyncio.sleep(0.01)
-        time.sleep(0.6)  # noqa: ASYNC251  # blocking the loop is the point
+        time.sleep(0.6)  # noqa: ASYNC251  # block the loop on purpose
         await asyncio.sleep(0.02)
-        assert not stealing.done()
+        assert not receiving.done()
         await subscription.ack(one)
-        stealing.cancel()
+        receiving.cancel()
     assert (await client.stats("q")).acked_total == 2
 
 
-async def test_in_a_living_loop_a_lease_that_is_not_renewed_ends(owner: Any) -> None:
+async def test_a_lease_that_is_not_renewed_expires_while_the_loop_runs(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q", ack_deadline=0.1))
     await client.publish("q", [Envelope("a", b"")])
@@ -444,10 +446,12 @@ async def test_in_a_living_loop_a_lease_that_is_not_renewed_ends(owner: Any) -> 
             await subscription.ack(held)
 
 
-@pytest.mark.parametrize("words", [b"\0" * 8 + b"\xff" * 8, protocol.frame(99, 1), b""])
-async def test_whatever_is_no_owner_is_unavailable(directory: Path, words: bytes) -> None:
+@pytest.mark.parametrize("data", [b"\0" * 8 + b"\xff" * 8, protocol.frame(99, 1), b""])
+async def test_a_server_with_another_protocol_raises_backend_unavailable(
+    directory: Path, data: bytes
+) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(words)
+        writer.write(data)
         await writer.drain()
         writer.close()
 
@@ -457,25 +461,23 @@ async def test_whatever_is_no_owner_is_unavailable(directory: Path, words: bytes
     server.close()
 
 
-async def test_a_callback_that_fails_breaks_nothing(
-    owner: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_failing_callback_is_logged(owner: Any, caplog: pytest.LogCaptureFixture) -> None:
     client = await owner.client()
-    heard = asyncio.Event()
+    called = asyncio.Event()
 
     def fail(letter: object) -> None:
-        heard.set()
-        raise RuntimeError("a listener's own fault")
+        called.set()
+        raise RuntimeError("planted")
 
     client.on_dead_letter(fail)
     await client.declare(QueueSpec(name="q"))
     await client.publish("q", [Envelope("a", b"", expires_at=time.time() + 0.01)])
-    await asyncio.wait_for(heard.wait(), 30)
+    await asyncio.wait_for(called.wait(), 30)
     await client.ping()
     assert "callback failed" in caplog.text
 
 
-async def test_sends_wait_for_an_owner_that_does_not_keep_up(owner: Any) -> None:
+async def test_sends_wait_for_a_slow_owner(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     (connection,) = owner.server._connections
@@ -488,14 +490,14 @@ async def test_sends_wait_for_an_owner_that_does_not_keep_up(owner: Any) -> None
     late = asyncio.create_task(client.publish("q", [Envelope("late", bytes(1_000_000))]))
     await asyncio.sleep(0.02)
     assert client._connection is not None
-    assert client._connection.write_buffer.waiting < 3_000_000, "what comes later waits outside"
+    assert client._connection.write_buffer.waiting < 3_000_000, "later sends were buffered"
     connection._transport.resume_reading()
     async with asyncio.timeout(30):
         await asyncio.gather(*sends, late)
     assert (await client.stats("q")).depth == 21
 
 
-async def test_a_subscription_that_was_cancelled_while_it_opened_leaves_nothing(owner: Any) -> None:
+async def test_a_subscription_cancelled_while_opening_leaves_no_consumer(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     for passes in range(6):
@@ -510,10 +512,10 @@ async def test_a_subscription_that_was_cancelled_while_it_opened_leaves_nothing(
     assert (await client.stats("q")).consumers == 0
 
 
-async def test_an_owner_that_knows_fewer_fields_gets_the_rest(
+async def test_an_older_owner_receives_only_fields_that_it_knows(
     owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As version 0.1 does, which refuses what it does not know."""
+    """An owner of version 0.1 rejects unknown fields."""
 
     def strict(cls: type, body: bytes) -> Any:
         values = protocol.decode_json(body)
@@ -536,6 +538,6 @@ async def test_an_owner_that_knows_fewer_fields_gets_the_rest(
         assert [item.envelope.id for item in await opened.receive(1)] == ["a"]
 
 
-def test_a_field_of_a_later_version_is_passed_over() -> None:
+def test_a_field_from_a_later_version_is_ignored() -> None:
     body = protocol.encode_json({"name": "q", "max_depth": 3, "of_a_later_version": True})
     assert protocol.decode_record(QueueSpec, body) == QueueSpec(name="q", max_depth=3)

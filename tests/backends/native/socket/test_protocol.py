@@ -1,4 +1,4 @@
-"""What is written is what is read, and what is not a frame is refused."""
+"""Binary protocol: encoding, decoding, and rejection of invalid data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qkit.message import Envelope, Sent
 
 SEED = int(os.environ.get("QKIT_TEST_SEED", "20240501"))
 
-anything = st.text(st.characters(exclude_categories=()))  # lone surrogates and NULs too
+anything = st.text(st.characters(exclude_categories=()))  # includes lone surrogates and NULs
 seconds = st.floats(allow_nan=False)
 envelopes = st.builds(
     Envelope,
@@ -38,7 +38,7 @@ envelopes = st.builds(
     expires_at=st.none() | seconds,
     attempt=st.integers(0, 1 << 31),
 )
-settlings = st.builds(
+settlements = st.builds(
     protocol.SettleItem,
     what=st.integers(1, 3),
     receipt=st.integers(0, 1 << 63),
@@ -49,13 +49,13 @@ settlings = st.builds(
 
 
 @given(st.lists(envelopes, max_size=5), anything)
-def test_messages_travel_unchanged(items: list[Envelope], queue: str) -> None:
+def test_messages_survive_encoding(items: list[Envelope], queue: str) -> None:
     body = protocol.encode_publish(queue, map(protocol.encode_envelope, items))
     assert protocol.decode_publish(body) == (queue, items)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 63), envelopes, st.none() | st.just(30.0))))
-def test_deliveries_travel_unchanged(items: list[tuple[int, Envelope, float | None]]) -> None:
+def test_deliveries_survive_encoding(items: list[tuple[int, Envelope, float | None]]) -> None:
     sent = [
         protocol.encode_delivery(receipt, Delivery(item, "q", object(), lease))
         for receipt, item, lease in items
@@ -65,20 +65,21 @@ def test_deliveries_travel_unchanged(items: list[tuple[int, Envelope, float | No
     assert [(item.receipt, item.envelope, item.lease) for item in found] == items
 
 
-@given(st.integers(0, 1 << 31), st.lists(settlings))
-def test_settlements_travel_unchanged(number: int, items: list[protocol.SettleItem]) -> None:
-    assert protocol.decode_settlings(protocol.encode_settlings(number, items)) == (number, items)
-
-
-@given(st.lists(st.none() | st.integers(0, 1 << 40)))
-def test_positions_travel_unchanged(places: list[int | None]) -> None:
-    assert (
-        protocol.decode_positions(protocol.encode_positions([Sent("", at) for at in places]))
-        == places
+@given(st.integers(0, 1 << 31), st.lists(settlements))
+def test_settlements_survive_encoding(number: int, items: list[protocol.SettleItem]) -> None:
+    assert protocol.decode_settlements(protocol.encode_settlements(number, items)) == (
+        number,
+        items,
     )
 
 
-def test_leases_for_ever_and_renewals_travel() -> None:
+@given(st.lists(st.none() | st.integers(0, 1 << 40)))
+def test_positions_survive_encoding(positions: list[int | None]) -> None:
+    sent = [Sent("", position) for position in positions]
+    assert protocol.decode_positions(protocol.encode_positions(sent)) == positions
+
+
+def test_specifications_and_renewals_survive_encoding() -> None:
     spec = SubscriptionSpec(
         queue="q", group="g", consumer="c", prefetch=3, ack_deadline=math.inf, broadcast=True
     )
@@ -92,7 +93,7 @@ def test_leases_for_ever_and_renewals_travel() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 255), st.integers(0, 99), st.binary(max_size=50))), st.data()
 )
-def test_frames_are_cut_alike_however_they_arrive(
+def test_frames_are_decoded_from_arbitrary_chunks(
     sent: list[tuple[int, int, bytes]], data: st.DataObject
 ) -> None:
     stream = b"".join(protocol.frame(*item) for item in sent)
@@ -105,14 +106,14 @@ def test_frames_are_cut_alike_however_they_arrive(
     assert found == sent
 
 
-def test_a_frame_beyond_the_limit_is_refused_before_it_has_arrived() -> None:
+def test_a_frame_above_the_limit_is_rejected_when_its_head_arrives() -> None:
     frames = protocol.FrameDecoder(100)
     assert list(frames.feed(protocol.frame(1, 1, bytes(100)))) == [(1, 1, bytes(100))]
-    with pytest.raises(protocol.ProtocolError, match=r"101 bytes, and 100 is the limit"):
+    with pytest.raises(protocol.ProtocolError, match=r"101 bytes, but the limit is 100"):
         list(frames.feed(protocol.HEAD.pack(101, 1, 1)))
 
 
-def test_garbage_is_refused_and_never_anything_worse() -> None:
+def test_invalid_data_raises_only_protocol_errors() -> None:
     print("seed", SEED)
     chance = random.Random(SEED)
     good = protocol.encode_publish(
@@ -124,7 +125,7 @@ def test_garbage_is_refused_and_never_anything_worse() -> None:
             data[chance.randrange(len(data))] = chance.randrange(256)
         for decode in (
             protocol.decode_publish,
-            protocol.decode_settlings,
+            protocol.decode_settlements,
             protocol.decode_renewals,
             protocol.decode_positions,
             protocol.decode_credit,
@@ -142,15 +143,15 @@ def test_garbage_is_refused_and_never_anything_worse() -> None:
     [cls for cls in map(vars(errors).get, errors.__all__) if issubclass(cls, QueueError)],  # type: ignore[arg-type]
     ids=lambda cls: cls.__name__,
 )
-def test_each_error_comes_out_as_it_went_in(cls: type[QueueError]) -> None:
-    error = cls("it broke", backend="native", operation="send", queue="q")
+def test_each_error_survives_encoding(cls: type[QueueError]) -> None:
+    error = cls("it failed", backend="native", operation="send", queue="q")
     same = decode_error(encode_error(error))
     assert type(same) is cls
-    assert str(same) == str(error) == "it broke [backend=native operation=send queue=q]"
+    assert str(same) == str(error) == "it failed [backend=native operation=send queue=q]"
 
 
 def test_a_partial_send_keeps_its_results() -> None:
-    full = QueueFull("no room", queue="q", message_id="b")
+    full = QueueFull("the queue is full", queue="q", message_id="b")
     same = decode_error(encode_error(PartialSend("half", [Sent("a", 3), full, Sent("c")])))
     assert isinstance(same, PartialSend)
     assert same.results[::2] == [Sent("a", 3), Sent("c", None)]
@@ -158,7 +159,7 @@ def test_a_partial_send_keeps_its_results() -> None:
     assert str(same.results[1]) == str(full)
 
 
-def test_an_error_of_an_unknown_class_comes_out_as_the_nearest_known() -> None:
+def test_an_error_of_an_unknown_class_is_decoded_as_its_nearest_known_base_class() -> None:
     class OddlyFull(QueueFull):
         pass
 
@@ -168,8 +169,8 @@ def test_an_error_of_an_unknown_class_comes_out_as_the_nearest_known() -> None:
     assert plain.message == "ZeroDivisionError: by zero"
 
 
-def test_failures_keep_their_places() -> None:
-    found = decode_failures(encode_failures([None, QueueNotFound("gone"), None]))
+def test_failures_keep_their_indexes() -> None:
+    found = decode_failures(encode_failures([None, QueueNotFound("unknown"), None]))
     assert list(found) == [1]
     assert isinstance(found[1], QueueNotFound)
     assert encode_failures([None, None]) == b""

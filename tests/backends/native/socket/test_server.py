@@ -1,4 +1,4 @@
-"""The owner's socket: its file, its clients' ends, and what it survives."""
+"""Owner's socket server: socket file, invalid data, slow clients, and lost connections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEED = int(os.environ.get("QKIT_TEST_SEED", "20240501"))
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  # what is waited for tells nobody
+        while not condition():  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.005)
 
 
@@ -40,10 +40,10 @@ def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-# The file
+# Socket file
 
 
-async def test_only_its_user_can_reach_it_whatever_the_umask(directory: Path) -> None:
+async def test_only_the_same_user_can_connect_despite_the_umask(directory: Path) -> None:
     before = os.umask(0)
     try:
         async with Engine() as engine:
@@ -60,7 +60,7 @@ async def test_only_its_user_can_reach_it_whatever_the_umask(directory: Path) ->
     assert files(directory) == []
 
 
-async def test_a_socket_that_a_killed_owner_left_is_replaced(owner: Any, directory: Path) -> None:
+async def test_a_socket_left_by_a_killed_owner_is_replaced(owner: Any, directory: Path) -> None:
     left = directory / "left"
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(left))
@@ -78,14 +78,14 @@ async def test_a_socket_that_a_killed_owner_left_is_replaced(owner: Any, directo
 
 
 @pytest.mark.parametrize("kind", ["symlink", "file", "directory"])
-async def test_anything_else_in_its_place_is_refused(
+async def test_another_file_at_the_path_of_the_socket_is_rejected(
     owner: Any, directory: Path, kind: str
 ) -> None:
     planted, target = directory / "planted", directory / "target"
     if kind == "symlink":
         planted.symlink_to(target)
     elif kind == "file":
-        planted.write_text("precious")
+        planted.write_text("some data")
     else:
         planted.mkdir()
     with pytest.raises(ConfigError, match="remove it"):
@@ -95,15 +95,13 @@ async def test_anything_else_in_its_place_is_refused(
     assert files(directory) == ["planted", "socket"]
 
 
-async def test_a_client_follows_no_symlink(owner: Any, directory: Path) -> None:
+async def test_a_client_does_not_follow_a_symlink(owner: Any, directory: Path) -> None:
     (directory / "link").symlink_to(owner.path)
     with pytest.raises(BackendUnavailable):
         await SocketBackend(directory / "link").start()
 
 
-async def test_directories_may_be_deeper_than_a_socket_s_address_is_long(
-    owner: Any, directory: Path
-) -> None:
+async def test_a_path_may_be_longer_than_a_socket_address(owner: Any, directory: Path) -> None:
     deep = directory.joinpath(*["d" * 50] * 5)
     deep.mkdir(parents=True)
     server = SocketServer(owner.backend, owner.engine, deep / "socket")
@@ -116,7 +114,7 @@ async def test_directories_may_be_deeper_than_a_socket_s_address_is_long(
     assert files(deep) == []
 
 
-async def test_closing_leaves_another_owner_s_socket_alone(owner: Any, directory: Path) -> None:
+async def test_closing_keeps_the_socket_of_another_owner(owner: Any, directory: Path) -> None:
     other = SocketServer(owner.backend, owner.engine, owner.path)
     await other.start()
     await owner.server.aclose()
@@ -126,10 +124,10 @@ async def test_closing_leaves_another_owner_s_socket_alone(owner: Any, directory
     await other.aclose()
 
 
-# What it survives
+# Invalid data and slow clients
 
 
-async def test_garbage_ends_its_own_connection_only(owner: Any) -> None:
+async def test_invalid_data_closes_only_its_own_connection(owner: Any) -> None:
     print("seed", SEED)
     chance = random.Random(SEED)
     client = await owner.client()
@@ -156,26 +154,26 @@ async def test_garbage_ends_its_own_connection_only(owner: Any) -> None:
     await client.ping()
 
 
-async def test_a_frame_beyond_the_limit_closes_the_connection_with_a_word(directory: Path) -> None:
+async def test_a_frame_above_the_limit_closes_the_connection_with_an_error(directory: Path) -> None:
     async with Engine() as engine:
         path = directory / "socket"
         server = SocketServer(NativeBackend(engine=engine), engine, path, max_frame=10_000)
         await server.start()
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(protocol.MAGIC + protocol.HEAD.pack(10_001, protocol.PUBLISH, 1))
-        assert b"10000 is the limit" in await reader.read()
+        assert b"the limit is 10000" in await reader.read()
         writer.close()
         await server.aclose()
 
 
-async def test_another_version_is_told_so(owner: Any) -> None:
+async def test_another_protocol_version_gets_an_error(owner: Any) -> None:
     reader, writer = await asyncio.open_unix_connection(owner.path)
     writer.write(protocol.MAGIC[:-1] + b"\x63")
     assert b"same version" in await reader.read()
     writer.close()
 
 
-async def test_a_client_that_does_not_read_makes_nothing_grow(owner: Any) -> None:
+async def test_buffers_for_a_client_that_does_not_read_are_bounded(owner: Any) -> None:
     await owner.engine.create("q", dead_letter=False)
     for _ in range(64):
         await owner.engine.publish("q", bytes(100_000))
@@ -184,14 +182,14 @@ async def test_a_client_that_does_not_read_makes_nothing_grow(owner: Any) -> Non
     slow.sendall(protocol.MAGIC)
     sent = 0
     try:
-        for _ in range(10_000):  # each asks for 6 MB and reads nothing
+        for _ in range(10_000):  # each requests 6 MB, which the client does not read
             sent += slow.send(peek)
             await asyncio.sleep(0)
     except BlockingIOError:
         pass
     (connection,) = owner.server._connections
     await asyncio.sleep(0.05)
-    assert sent < 10_000 * len(peek), "the owner went on reading"
+    assert sent < 10_000 * len(peek), "the owner must stop reading"
     assert connection._write_buffer.waiting < 300 * (1 << 20)
     slow.close()
     await until(lambda: not owner.server._connections)
@@ -199,7 +197,7 @@ async def test_a_client_that_does_not_read_makes_nothing_grow(owner: Any) -> Non
     await client.ping()
 
 
-async def test_deliveries_wait_for_a_client_that_does_not_read(owner: Any) -> None:
+async def test_a_client_that_does_not_read_gets_few_deliveries(owner: Any) -> None:
     await owner.engine.create("q", dead_letter=False)
     for _ in range(50):
         await owner.engine.publish("q", bytes(300_000))
@@ -209,22 +207,24 @@ async def test_deliveries_wait_for_a_client_that_does_not_read(owner: Any) -> No
         + protocol.frame(protocol.SUBSCRIBE, 1, protocol.encode_record(spec(1_000)))
         + protocol.frame(protocol.CREDIT, 1, protocol.encode_credit(1, 1))
     )
-    await until(lambda: slow_got(owner) >= 1)
+    await until(lambda: in_flight(owner) >= 1)
     for number in range(2, 60):
         slow.send(protocol.frame(protocol.CREDIT, 1, protocol.encode_credit(number, 1)))
         await asyncio.sleep(0.002)
-    assert slow_got(owner) < 10, "it was served although it reads nothing"
+    assert in_flight(owner) < 10, "the owner must stop sending"
     slow.close()
 
 
-def slow_got(owner: Any) -> int:
+def in_flight(owner: Any) -> int:
     return int(owner.engine.catalogue.find("q", "test").state.in_flight)
 
 
-# The ends of clients
+# Clients that disconnect
 
 
-async def test_a_client_that_leaves_gives_back_uncharged(owner: Any) -> None:
+async def test_closing_a_subscription_releases_its_deliveries_without_counting_attempts(
+    owner: Any,
+) -> None:
     client, other = await owner.client(), await owner.client()
     await client.declare(QueueSpec(name="q"))
     await client.publish("q", [Envelope("a", b"1"), Envelope("b", b"2")])
@@ -235,7 +235,9 @@ async def test_a_client_that_leaves_gives_back_uncharged(owner: Any) -> None:
     assert [(item.envelope.id, item.envelope.attempt) for item in found] == [("a", 1), ("b", 1)]
 
 
-async def test_a_client_that_closes_under_its_subscription_gives_back_uncharged(owner: Any) -> None:
+async def test_closing_a_client_releases_its_deliveries_without_counting_attempts(
+    owner: Any,
+) -> None:
     client, other = await owner.client(), await owner.client()
     await client.declare(QueueSpec(name="q"))
     await client.publish("q", [Envelope("a", b"1")])
@@ -248,12 +250,12 @@ async def test_a_client_that_closes_under_its_subscription_gives_back_uncharged(
 
 
 def crash(client: SocketBackend) -> None:
-    """What the kernel does for a killed process."""
+    """Close a client's connection as the kernel does when a process is killed."""
     assert client._connection is not None
     client._connection._transport.abort()
 
 
-async def test_the_attempts_of_a_client_that_crashed_are_counted(directory: Path) -> None:
+async def test_the_attempts_of_a_crashed_client_are_counted(directory: Path) -> None:
     async with Engine() as engine:
         path = directory / "socket"
         server = SocketServer(NativeBackend(engine=engine), engine, path)
@@ -268,30 +270,32 @@ async def test_the_attempts_of_a_client_that_crashed_are_counted(directory: Path
             crash(client)
             async with other.subscribe(spec()) as survivor, asyncio.timeout(30):
                 (found,) = await survivor.receive(1)
-                assert found.envelope.attempt == 2, "redelivered at once, and charged"
+                assert found.envelope.attempt == 2, (
+                    "the attempt of the crashed client was not counted"
+                )
         await other.aclose()
         await server.aclose()
 
 
-async def test_dead_letters_are_told_to_every_client_that_asked(owner: Any) -> None:
-    client, other, deaf = [await owner.client() for _ in range(3)]
-    died: list[DeadLetter] = []
+async def test_dead_letters_are_reported_to_every_client_with_a_callback(owner: Any) -> None:
+    client, other, silent = [await owner.client() for _ in range(3)]
+    letters: list[DeadLetter] = []
     dropped: list[DeadLetter] = []
-    client.on_dead_letter(died.append)
-    other.on_dead_letter(died.append)
+    client.on_dead_letter(letters.append)
+    other.on_dead_letter(letters.append)
     other.on_dropped_letter(dropped.append)
-    await deaf.declare(QueueSpec(name="q", dead_letter="d"))
+    await silent.declare(QueueSpec(name="q", dead_letter="d"))
     await other.declare(QueueSpec(name="d", max_depth=1, drop_oldest=True))
     await client.ping()
     for id in ("a", "b"):
         await owner.engine.publish("q", b"x", ttl=0.01, message_id=id)
-    await until(lambda: len(died) == 4 and dropped)
-    assert sorted(letter.message_id for letter in died) == ["a", "a", "b", "b"]
-    assert {letter.reason for letter in died} == {"TTLExpired"}
+    await until(lambda: len(letters) == 4 and dropped)
+    assert sorted(letter.message_id for letter in letters) == ["a", "a", "b", "b"]
+    assert {letter.reason for letter in letters} == {"TTLExpired"}
     assert [letter.message_id for letter in dropped] == ["a"]
 
 
-async def test_closing_answers_what_is_under_way_and_wakes_every_client(owner: Any) -> None:
+async def test_closing_the_server_finishes_requests_and_wakes_every_client(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
     publishing = asyncio.create_task(client.publish("q", [Envelope("a", b"1")]))
@@ -308,4 +312,4 @@ async def test_closing_answers_what_is_under_way_and_wakes_every_client(owner: A
         with pytest.raises(BackendUnavailable):
             await s.ack(found)
     stats = await owner.engine.stats("q")
-    assert (stats.depth, stats.in_flight) == (1, 0), "given back"
+    assert (stats.depth, stats.in_flight) == (1, 0), "the delivery was not released"

@@ -1,4 +1,4 @@
-"""Protocol between the process that owns a native directory and its clients.
+"""Unix socket between the owner of a native directory and its clients.
 
-May import: ``qkit.errors``, ``qkit.message`` and ``qkit.backend``; ``server`` the engine too.
+May import: ``qkit.errors``, ``qkit.message`` and ``qkit.backend``; ``server`` also the engine.
 """

@@ -1,4 +1,4 @@
-"""Errors on the wire: by class and fields, so that the same error comes out on the other side."""
+"""Encoding of the owner's errors by class name and fields, so that clients can raise them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _CLASSES: Final[dict[str, type[QueueError]]] = {
 
 
 def encode_error(error: BaseException) -> bytes:
-    """An error by its class and fields."""
+    """Encode an error; encode an exception that is not a ``QueueError`` as a ``QueueError``."""
     return encode_json(_fields(error))
 
 
 def decode_error(body: bytes) -> QueueError:
-    """The same error on the other side; of an unknown class, a ``QueueError``."""
+    """Decode an error; return a plain ``QueueError`` if its class is unknown."""
     return _error(decode_json(body))
 
 
 def encode_failures(results: Sequence[BaseException | None]) -> bytes:
-    """The errors among ``results`` with their places; nothing if there are none."""
-    failed = [(place, _fields(item)) for place, item in enumerate(results) if item is not None]
+    """Encode the errors among the results, with their indexes; ``b""`` if there are none."""
+    failed = [(index, _fields(item)) for index, item in enumerate(results) if item is not None]
     return encode_json(failed) if failed else b""
 
 
 def decode_failures(body: bytes) -> dict[int, QueueError]:
-    """The errors by their places."""
-    return {place: _error(fields) for place, fields in decode_json(body)} if body else {}
+    """Decode the output of ``encode_failures``; return the errors by index."""
+    return {index: _error(fields) for index, fields in decode_json(body)} if body else {}
 
 
 def _fields(error: BaseException) -> dict[str, object]:
@@ -63,4 +63,4 @@ def _error(fields: Any) -> QueueError:
             return cls(results=results, **fields)
         return cls(**fields)
     except (AttributeError, LookupError, TypeError) as error:
-        raise ProtocolError(f"no error in this frame: {error!r}") from error
+        raise ProtocolError(f"invalid error in a frame: {error!r}") from error

@@ -1,9 +1,10 @@
-"""The binary form of the boundary: frames, and the records inside them. No I/O in here.
+"""Binary protocol between the owner and its clients: frames and their contents, without I/O.
 
-A connection begins with ``MAGIC``, whose last byte is the version; the owner answers with a
-``HELLO``. After that both sides write frames: a fixed little-endian head (length of the body, kind,
-number) and the body. The number is the request's, or the subscription's. Many messages, deliveries
-or settlements travel in one frame; what is rare travels as JSON.
+A client starts a connection with ``MAGIC``, whose last byte is the version; the owner replies with
+a ``HELLO`` frame. After that, both sides send frames. A frame consists of a fixed-size
+little-endian header (body length, kind, number) and a body. The number identifies a request or a
+subscription. One frame can carry many messages, deliveries or settlements. Data that is sent
+rarely, such as declarations and errors, is encoded as JSON.
 
 >>> list(FrameDecoder().feed(frame(PING, 7)))
 [(10, 7, b'')]
@@ -36,7 +37,7 @@ __all__ = [
     "decode_publish",
     "decode_record",
     "decode_renewals",
-    "decode_settlings",
+    "decode_settlements",
     "encode_credit",
     "encode_deliveries",
     "encode_delivery",
@@ -47,75 +48,82 @@ __all__ = [
     "encode_publish",
     "encode_record",
     "encode_renewals",
-    "encode_settlings",
+    "encode_settlements",
     "frame",
     "split",
 ]
 
 R = TypeVar("R", QueueSpec, SubscriptionSpec)
 
-MAGIC: Final = b"\xf1qkit\x01"  # its first byte begins no text, its last is the version
-MAX_FRAME: Final = 64 << 20  # bytes; an owner may allow more
+MAGIC: Final = b"\xf1qkit\x01"  # first byte: never the start of a JSON line; last byte: version
+MAX_FRAME: Final = 64 << 20  # default limit in bytes; an owner may allow larger frames
 
-# What a client asks. The answer is OK or ERROR with the same number, unless there is none.
+# Frames from a client to the owner. Unless noted, the response is OK or ERROR with the same number.
 DECLARE: Final = 1
 PUBLISH: Final = 2
-SUBSCRIBE: Final = 3  # its number names the subscription from then on
-CREDIT: Final = 4  # no answer but deliveries: how many are wanted now, 0 to take it back
+SUBSCRIBE: Final = 3  # the frame's number identifies the subscription in later frames
+CREDIT: Final = 4  # how many deliveries the client wants now; 0 withdraws credit; no response
 SETTLE: Final = 5
 STOP: Final = 6
 LEAVE: Final = 7
 ADMINISTER: Final = 8
-LISTEN: Final = 9  # no answer but events
+LISTEN: Final = 9  # which events to send; no response
 PING: Final = 10
-RENEW: Final = 11  # no answer: leases of another connection of the same client
-CLOSE: Final = 12  # no answer: the client leaves in peace
+RENEW: Final = 11  # renew leases that another connection of the same client holds; no response
+CLOSE: Final = 12  # the client is about to close the connection; no response
 
-# What an owner says.
+# Frames from the owner to a client.
 HELLO: Final = 64
 OK: Final = 65
 ERROR: Final = 66
-MORE: Final = 67  # a part of an answer too large for one frame; OK follows
+MORE: Final = 67  # part of a response that is too large for one frame; OK carries the last part
 DELIVERIES: Final = 68
-LOST: Final = 69  # the subscription broke
+LOST: Final = 69  # the subscription was lost
 DEAD_LETTERED: Final = 70
 DROPPED: Final = 71
-EVENT_FLAGS: Final = {DEAD_LETTERED: 1, DROPPED: 2}  # what LISTEN asks for, added up
+EVENT_FLAGS: Final = {DEAD_LETTERED: 1, DROPPED: 2}  # bits in the body of LISTEN
 
+# Kinds of settlement.
 ACK: Final = 1
 RELEASE: Final = 2
 EXTEND: Final = 3
 
-HEAD: Final = struct.Struct("<IBI")  # bytes of the body, kind, number
-# flags, priority, not_before, expires_at, attempt, then the bytes of id, key, headers and body
+HEAD: Final = struct.Struct("<IBI")  # body length in bytes, kind, number
+# flags, priority, not_before, expires_at, attempt, then the lengths of id, key, headers and body
 ENVELOPE: Final = struct.Struct("<BiddIIIII")
 DELIVERY: Final = struct.Struct("<Qd")  # receipt, lease
-SETTLING: Final = struct.Struct("<BQdBI")  # what, receipt, seconds, count_attempt, header bytes
+SETTLEMENT: Final = struct.Struct("<BQdBI")  # what, receipt, seconds, count_attempt, header length
 RENEWAL: Final = struct.Struct("<IQd")  # subscription, receipt, seconds
-CREDITED: Final = struct.Struct("<II")  # serial number, how many
+CREDIT_BODY: Final = struct.Struct("<II")  # serial number, number of deliveries
 LENGTH: Final = struct.Struct("<I")
 SESSION: Final = struct.Struct("<Q")
 
-KEYED: Final = 1
-RANKED: Final = 2
-DELAYED: Final = 4
-EXPIRING: Final = 8
+# Flags of an envelope: which optional fields it has.
+HAS_KEY: Final = 1
+HAS_PRIORITY: Final = 2
+HAS_NOT_BEFORE: Final = 4
+HAS_EXPIRES_AT: Final = 8
 NO_LEASE: Final = -1.0
 NO_POSITION: Final = -1
-MAX_PRIORITY: Final = (1 << 31) - 1  # of the frame; no queue takes one so high
+MAX_PRIORITY: Final = (1 << 31) - 1  # limit of the encoded field; the limit of a queue is lower
 
 _pack_envelope: Final = ENVELOPE.pack
 _unpack_envelope: Final = ENVELOPE.unpack_from
 
 
 class ProtocolError(QueueError):
-    """Bytes that are no frame of this protocol, or one beyond the limit."""
+    """Invalid data on the connection, or a frame that exceeds the size limit."""
 
 
 class SettleItem(NamedTuple):
-    """One delivery's end, or the renewal of its lease.
+    """Ack, release or extension of one delivery.
 
-    ``headers`` is what a release writes back.
+    Attributes:
+        what: ``ACK``, ``RELEASE`` or ``EXTEND``.
+        receipt: Receipt of the delivery.
+        seconds: Delay of a release or new length of a lease, in seconds.
+        count_attempt: Whether a release counts the attempt.
+        headers: Headers that the message has after a release.
     """
 
     what: int
@@ -129,14 +137,15 @@ class SettleItem(NamedTuple):
 
 
 def frame(kind: int, number: int, body: bytes = b"") -> bytes:
-    """One frame."""
+    """Encode a frame: header and body."""
     return HEAD.pack(len(body), kind, number) + body
 
 
 def split(parts: Iterable[bytes], limit: int) -> Iterator[list[bytes]]:
-    """Group parts of frames, in order, so that a group of several has at most ``limit`` bytes.
+    """Divide parts, in order, into groups of at most ``limit`` bytes.
 
-    Yields at least one group, also for no parts.
+    A part larger than ``limit`` forms a group by itself. If there are no parts, yield one empty
+    group.
 
     >>> list(split([b"ab", b"c", b"def"], 3))
     [[b'ab', b'c'], [b'def']]
@@ -153,35 +162,44 @@ def split(parts: Iterable[bytes], limit: int) -> Iterator[list[bytes]]:
 
 
 class FrameDecoder:
-    """Cuts what arrives into frames; raises ``ProtocolError`` for one beyond ``limit`` bytes."""
+    """Decoder that splits received bytes into frames.
 
-    __slots__ = ("_limit", "_missing", "_parts", "_size")
+    Args:
+        limit: Maximum size of a frame's body in bytes; ``MAX_FRAME`` by default.
+    """
+
+    __slots__ = ("_limit", "_needed", "_parts", "_size")
 
     def __init__(self, limit: int = MAX_FRAME) -> None:
         self._limit = limit
         self._parts: list[bytes] = []
         self._size = 0
-        self._missing = HEAD.size  # nothing can be cut before there is so much
+        self._needed = HEAD.size  # bytes required before the next frame can be complete
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
-        """The frames that are whole now: kind, number, body."""
+        """Add received bytes; yield the kind, number and body of each complete frame.
+
+        Raises:
+            ProtocolError: The body of a frame is larger than the limit.
+        """
         self._parts.append(data)
         self._size += len(data)
-        if self._size < self._missing:
+        if self._size < self._needed:
             return
-        if len(self._parts) > 1:  # joined once: a large frame arrives in many pieces
+        if len(self._parts) > 1:  # join once per frame: a large frame arrives in many parts
             data = b"".join(self._parts)
         at, end = 0, len(data)
-        self._parts, self._missing = [], HEAD.size
+        self._parts, self._needed = [], HEAD.size
         while end - at >= HEAD.size:
             length, kind, number = HEAD.unpack_from(data, at)
             if length > self._limit:
                 raise ProtocolError(
-                    f"a frame of {length} bytes, and {self._limit} is the limit: send less at once"
+                    f"the frame has {length} bytes, but the limit is {self._limit}: send fewer or "
+                    "smaller messages per call"
                 )
             start = at + HEAD.size
             if end - start < length:
-                self._missing = HEAD.size + length
+                self._needed = HEAD.size + length
                 break
             at = start + length
             yield kind, number, data[start:at]
@@ -194,21 +212,25 @@ class FrameDecoder:
 
 
 def encode_envelope(item: Envelope) -> bytes:
-    """One message as it stands in a frame, one after the other."""
+    """Encode a message.
+
+    Raises:
+        ProtocolError: A field does not fit the format.
+    """
     id, key, headers, body = _bytes(item.id), b"", b"", item.body
     flags, priority, due, expires = 0, 0, 0.0, 0.0
     if item.priority is not None:
-        flags, priority = RANKED, item.priority
+        flags, priority = HAS_PRIORITY, item.priority
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             priority = MAX_PRIORITY
     if item.key is not None:
-        flags |= KEYED
+        flags |= HAS_KEY
         key = _bytes(item.key)
     if item.not_before is not None:
-        flags |= DELAYED
+        flags |= HAS_NOT_BEFORE
         due = item.not_before
     if item.expires_at is not None:
-        flags |= EXPIRING
+        flags |= HAS_EXPIRES_AT
         expires = item.expires_at
     if item.headers:
         headers = _encode_headers(item.headers)
@@ -218,15 +240,15 @@ def encode_envelope(item: Envelope) -> bytes:
         )
     except struct.error as error:
         raise ProtocolError(
-            f"a message that cannot travel ({error}): a priority is a whole number, times are "
-            "numbers, and nothing is larger than 4 GiB",
+            f"could not encode the message ({error}): the priority must be an integer, times must "
+            "be numbers, and no part may exceed 4 GiB",
             message_id=item.id,
         ) from error
     return head + id + key + headers + body if key or headers else head + id + body
 
 
 def decode_envelopes(data: bytes, start: int = 0) -> list[Envelope]:
-    """Every message from ``start`` to the end."""
+    """Decode all messages from ``start`` to the end of ``data``."""
     found: list[Envelope] = []
     while start < len(data):
         item, start = _decode_envelope(data, start)
@@ -243,29 +265,29 @@ def _decode_envelope(data: bytes, start: int) -> tuple[Envelope, int]:
         at_body = at_headers + header_bytes
         end = at_body + body_bytes
         if end > len(data):
-            raise ProtocolError("a message shorter than its own parts")
+            raise ProtocolError("invalid message: the data is shorter than its header states")
         return Envelope(
             _text(data[at_key - id_bytes : at_key]),
             data[at_body:end],
             _decode_headers(data[at_headers:at_body]) if header_bytes else {},
-            _text(data[at_key:at_headers]) if flags & KEYED else None,
-            priority if flags & RANKED else None,
-            due if flags & DELAYED else None,
-            expires if flags & EXPIRING else None,
+            _text(data[at_key:at_headers]) if flags & HAS_KEY else None,
+            priority if flags & HAS_PRIORITY else None,
+            due if flags & HAS_NOT_BEFORE else None,
+            expires if flags & HAS_EXPIRES_AT else None,
             attempt,
         ), end
     except (struct.error, ValueError) as error:
-        raise ProtocolError(f"no message of this protocol: {error!r}") from error
+        raise ProtocolError(f"invalid message: {error!r}") from error
 
 
 def _encode_headers(headers: dict[str, str]) -> bytes:
-    """Names and values with a NUL between; as JSON where that would not be exact."""
+    """Join names and values with NUL bytes; use JSON if the result would be ambiguous."""
     flat = "\0".join([part for pair in headers.items() for part in pair])
     if flat.count("\0") == 2 * len(headers) - 1 and not flat.startswith("{"):
         try:
             return flat.encode()
         except UnicodeEncodeError:
-            pass  # a lone surrogate, which JSON can escape
+            pass  # a header has a lone surrogate, which JSON can escape
     return json.dumps(headers).encode()
 
 
@@ -276,50 +298,55 @@ def _decode_headers(data: bytes) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-# Requests and answers
+# Requests and responses
 
 
 def encode_publish(queue: str, envelopes: Iterable[bytes]) -> bytes:
-    """Encoded messages for one queue."""
+    """Encode the body of PUBLISH from the queue's name and encoded messages."""
     name = _bytes(queue)
     return b"".join((LENGTH.pack(len(name)), name, *envelopes))
 
 
 def decode_publish(body: bytes) -> tuple[str, list[Envelope]]:
-    """The queue, and its messages."""
+    """Decode the body of PUBLISH; return the queue's name and the messages."""
     (length,) = _unpack(LENGTH, body, 0)
     end = LENGTH.size + length
     return _text(body[LENGTH.size : end]), decode_envelopes(body, end)
 
 
 def encode_positions(sent: Sequence[Sent]) -> bytes:
-    """The positions alone: whoever sent the messages knows their ids."""
-    places = [NO_POSITION if item.position is None else item.position for item in sent]
-    return struct.pack(f"<{len(places)}q", *places)
+    """Encode the positions of sent messages; the client already has their ids."""
+    positions = [NO_POSITION if item.position is None else item.position for item in sent]
+    return struct.pack(f"<{len(positions)}q", *positions)
 
 
 def decode_positions(body: bytes) -> list[int | None]:
-    """The position of each message, in the order in which they were sent."""
+    """Decode the positions of sent messages, in sending order."""
     try:
-        places = struct.unpack(f"<{len(body) // 8}q", body)
+        positions = struct.unpack(f"<{len(body) // 8}q", body)
     except struct.error as error:
-        raise ProtocolError(f"no positions: {error}") from error
-    return [None if place == NO_POSITION else place for place in places]
+        raise ProtocolError(f"invalid positions: {error}") from error
+    return [None if position == NO_POSITION else position for position in positions]
 
 
 def encode_delivery(receipt: int, delivery: Delivery) -> bytes:
-    """One delivery with its receipt."""
+    """Encode a delivery with its receipt."""
     lease = NO_LEASE if delivery.lease is None else delivery.lease
     return DELIVERY.pack(receipt, lease) + encode_envelope(delivery.envelope)
 
 
 def encode_deliveries(serial: int, deliveries: Iterable[bytes]) -> bytes:
-    """Encoded deliveries in answer to the credit of that serial number."""
+    """Encode the body of DELIVERIES.
+
+    Args:
+        serial: Serial number of the credit that the deliveries use up.
+        deliveries: Encoded deliveries.
+    """
     return b"".join((LENGTH.pack(serial), *deliveries))
 
 
 def decode_deliveries(queue: str, body: bytes) -> tuple[int, list[Delivery]]:
-    """The credit's serial number and the deliveries."""
+    """Decode the body of DELIVERIES; return the credit's serial number and the deliveries."""
     (serial,) = _unpack(LENGTH, body, 0)
     at, found = LENGTH.size, list[Delivery]()
     while at < len(body):
@@ -329,65 +356,75 @@ def decode_deliveries(queue: str, body: bytes) -> tuple[int, list[Delivery]]:
     return serial, found
 
 
-def encode_settlings(number: int, items: Iterable[SettleItem]) -> bytes:
-    """What to do with deliveries of the subscription of that number."""
+def encode_settlements(number: int, items: Iterable[SettleItem]) -> bytes:
+    """Encode the body of SETTLE for deliveries of subscription ``number``."""
     parts = [LENGTH.pack(number)]
     for what, receipt, seconds, count, headers in items:
         packed = _encode_headers(headers) if headers else b""
-        parts.append(SETTLING.pack(what, receipt, seconds, count, len(packed)) + packed)
+        parts.append(SETTLEMENT.pack(what, receipt, seconds, count, len(packed)) + packed)
     return b"".join(parts)
 
 
-def decode_settlings(body: bytes) -> tuple[int, list[SettleItem]]:
-    """The subscription and what to do with its deliveries."""
+def decode_settlements(body: bytes) -> tuple[int, list[SettleItem]]:
+    """Decode the body of SETTLE; return the number of the subscription and the settlements."""
     (number,) = _unpack(LENGTH, body, 0)
     at, found = LENGTH.size, list[SettleItem]()
     while at < len(body):
-        what, receipt, seconds, count, length = _unpack(SETTLING, body, at)
-        start = at + SETTLING.size
+        what, receipt, seconds, count, length = _unpack(SETTLEMENT, body, at)
+        start = at + SETTLEMENT.size
         at = start + length
         if at > len(body):
-            raise ProtocolError("a settlement shorter than its own parts")
+            raise ProtocolError("invalid settlement: the data is shorter than its headers")
         try:
             headers = _decode_headers(body[start:at]) if length else {}
         except ValueError as error:
-            raise ProtocolError(f"no headers: {error!r}") from error
+            raise ProtocolError(f"invalid headers: {error!r}") from error
         found.append(SettleItem(what, receipt, seconds, bool(count), headers))
     return number, found
 
 
 def encode_renewals(session: int, leases: Iterable[tuple[int, int, float]]) -> bytes:
-    """Leases of another connection: subscription, receipt and seconds of each."""
+    """Encode the body of RENEW.
+
+    Args:
+        session: Session number of the connection that holds the leases.
+        leases: Subscription number, receipt and new length in seconds of each lease.
+    """
     return SESSION.pack(session) + b"".join([RENEWAL.pack(*lease) for lease in leases])
 
 
 def decode_renewals(body: bytes) -> tuple[int, list[tuple[int, int, float]]]:
-    """The connection that holds the leases, and the leases."""
+    """Decode the body of RENEW; return the session number and the leases."""
     (session,) = _unpack(SESSION, body, 0)
     try:
         return session, list(RENEWAL.iter_unpack(body[SESSION.size :]))
     except struct.error as error:
-        raise ProtocolError(f"no renewals: {error}") from error
+        raise ProtocolError(f"invalid renewals: {error}") from error
 
 
 def encode_credit(serial: int, wanted: int) -> bytes:
-    """How many deliveries are wanted now; the serial number comes back with them."""
-    return CREDITED.pack(serial, min(wanted, MAX_PRIORITY))
+    """Encode the body of CREDIT.
+
+    Args:
+        serial: Serial number of the credit; the owner returns it with the deliveries.
+        wanted: Number of deliveries that the client wants now.
+    """
+    return CREDIT_BODY.pack(serial, min(wanted, MAX_PRIORITY))
 
 
 def decode_credit(body: bytes) -> tuple[int, int]:
-    """The serial number, and how many are wanted."""
-    serial, wanted = _unpack(CREDITED, body, 0)
+    """Decode the body of CREDIT; return the serial number and the number of deliveries."""
+    serial, wanted = _unpack(CREDIT_BODY, body, 0)
     return serial, wanted
 
 
 def encode_number(number: int) -> bytes:
-    """A subscription's number, or a few flags."""
+    """Encode a subscription number or the flags of LISTEN."""
     return LENGTH.pack(number)
 
 
 def decode_number(body: bytes) -> int:
-    """What ``encode_number`` wrote."""
+    """Decode the output of ``encode_number``."""
     (number,) = _unpack(LENGTH, body, 0)
     return int(number)
 
@@ -395,7 +432,7 @@ def decode_number(body: bytes) -> int:
 def encode_record(
     record: QueueSpec | SubscriptionSpec, *, leave_out: Collection[str] = ()
 ) -> bytes:
-    """A specification by its fields, without those that have their default or are left out."""
+    """Encode a specification as JSON; omit default values and the fields in ``leave_out``."""
     values = asdict(record)
     for field in fields(record):
         if values[field.name] == field.default or field.name in leave_out:
@@ -404,39 +441,39 @@ def encode_record(
 
 
 def decode_record(cls: type[R], body: bytes) -> R:
-    """What ``encode_record`` wrote; a field that this version does not know is passed over."""
+    """Decode the output of ``encode_record``; ignore fields that this version does not know."""
     known = {field.name for field in fields(cls)}
     try:
         values = cast("dict[str, Any]", decode_json(body))
         return cls(**{name: value for name, value in values.items() if name in known})
     except (AttributeError, TypeError) as error:
-        raise ProtocolError(f"no {cls.__name__}: {error}") from error
+        raise ProtocolError(f"invalid {cls.__name__}: {error}") from error
 
 
 def encode_json(value: object) -> bytes:
-    """What is rare."""
+    """Encode ``value`` as JSON."""
     return json.dumps(value).encode()
 
 
 def decode_json(body: bytes) -> Any:
-    """What ``encode_json`` wrote."""
+    """Decode the output of ``encode_json``."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"no JSON in this frame: {error!r}") from error
+        raise ProtocolError(f"invalid JSON in a frame: {error!r}") from error
 
 
 def _unpack(layout: struct.Struct, body: bytes, at: int) -> tuple[Any, ...]:
     try:
         return layout.unpack_from(body, at)
     except struct.error as error:
-        raise ProtocolError(f"a frame shorter than its own parts: {error}") from error
+        raise ProtocolError(f"invalid frame: the body is too short: {error}") from error
 
 
 def _bytes(text: str) -> bytes:
     try:
         return text.encode()
-    except UnicodeEncodeError:  # half a character: a name that the owner will refuse, or not
+    except UnicodeEncodeError:  # a lone surrogate; the owner decides whether it is valid
         return text.encode("utf-8", "surrogatepass")
 
 
@@ -448,4 +485,4 @@ def _text(data: bytes) -> str:
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise ProtocolError(f"no text: {error!r}") from error
+        raise ProtocolError(f"invalid text: {error!r}") from error

@@ -1,7 +1,7 @@
-"""The socket's file: where it lies, how it comes to be there and how it is reached.
+"""Functions that listen on, connect to and remove the Unix socket of a native directory.
 
-A socket's address holds 108 bytes and directories may be deeper, so on Linux both sides reach the
-file through a descriptor of its directory.
+The address of a Unix socket is limited to 108 bytes, but paths may be longer. On Linux, both ends
+therefore address the socket through a file descriptor of its directory.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from qkit.errors import BackendUnavailable, ConfigError
 __all__ = ["Listening", "connect", "listen", "remove_socket"]
 
 BACKLOG: Final = 512
-FULL: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK})
+FULL: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK})  # from connect: the backlog is full
 
 
 class Listening(NamedTuple):
-    """A listening socket, and the number of its file."""
+    """Listening socket and the inode of its file."""
 
     socket: socket.socket
     inode: int
 
 
 def listen(path: Path) -> Listening:
-    """A listening socket at ``path`` that only this user can reach.
+    """Listen on a socket at ``path`` that only the current user can connect to.
 
-    It appears there by a rename once it listens and has its permissions: nobody meets one that is
-    not ready, and a file that a killed owner left is replaced in one step. An ``umask`` would do
-    the same for the whole process, all its threads included. Raises ``ConfigError`` if something
-    else is in the way.
+    The socket gets its permissions and starts to listen under a temporary name, and is then renamed
+    to ``path``. No client can find a socket that is not ready, and the socket file of a killed
+    owner is replaced atomically. The permissions are set with ``chmod`` because changing the
+    umask would affect all threads of the process.
+
+    Raises:
+        ConfigError: ``path`` exists and is not a socket.
     """
-    with _directory(path) as (directory, beginning):
+    with _directory(path) as (directory, prefix):
         _check_free(path, directory)
         name = f".{path.name}.{os.getpid()}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.setblocking(False)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=directory)  # a process of this number was killed here
-            listener.bind(beginning + name)
+                os.unlink(name, dir_fd=directory)  # left by a killed process with the same pid
+            listener.bind(prefix + name)
             os.chmod(name, 0o600, dir_fd=directory)
             inode = os.stat(name, dir_fd=directory).st_ino
             listener.listen(BACKLOG)
@@ -60,24 +63,30 @@ def listen(path: Path) -> Listening:
 
 
 def connect(path: Path) -> socket.socket:
-    """A connection to whoever listens at ``path``; ``BackendUnavailable`` if nobody does."""
+    """Connect to the owner that listens on ``path``.
+
+    Raises:
+        BackendUnavailable: ``path`` is not a socket, no process listens on it, or its backlog is
+            full.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.setblocking(False)  # such a connect succeeds or fails at once
-        with _directory(path) as (directory, beginning):
+        connection.setblocking(False)  # a Unix socket connects immediately or fails
+        with _directory(path) as (directory, prefix):
             mode = os.stat(path.name, dir_fd=directory, follow_symlinks=False).st_mode
             if not stat.S_ISSOCK(mode):
                 raise BackendUnavailable(
                     f"{path} is not the socket of a native directory", backend="native"
                 )
-            connection.connect(beginning + path.name)
+            connection.connect(prefix + path.name)
     except OSError as error:
         connection.close()
         if isinstance(error, BackendUnavailable):
             raise
         busy = error.errno in FULL
         raise BackendUnavailable(
-            f"the owner of {path.parent} {'has too many callers' if busy else 'does not answer'}",
+            f"the owner of {path.parent} "
+            + ("has too many pending connections" if busy else "does not respond"),
             backend="native",
         ) from error
     except BaseException:
@@ -87,7 +96,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def remove_socket(path: Path, inode: int) -> None:
-    """Take the file away, unless another owner has put its own there."""
+    """Remove the socket file, unless another owner has replaced it."""
     with contextlib.suppress(FileNotFoundError):
         if path.lstat().st_ino == inode:
             path.unlink()
@@ -99,19 +108,19 @@ def _check_free(path: Path, directory: int) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        what = "a symbolic link" if stat.S_ISLNK(mode) else "no socket"
+        what = "a symbolic link" if stat.S_ISLNK(mode) else "not a socket"
         raise ConfigError(
-            f"{path} is {what}, and the directory's socket belongs there: remove it",
+            f"{path} is {what}, but qkit needs this path for its socket: remove it",
             backend="native",
         )
 
 
 @contextlib.contextmanager
 def _directory(path: Path) -> Generator[tuple[int, str], None, None]:
-    """A descriptor of the file's directory, and what to write before the file's name."""
+    """Open the parent of ``path``; yield its descriptor and a prefix for socket addresses in it."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        through = f"/proc/self/fd/{descriptor}/"
-        yield descriptor, through if os.path.isdir(through) else f"{path.parent}/"  # noqa: PTH112
+        prefix = f"/proc/self/fd/{descriptor}/"
+        yield descriptor, prefix if os.path.isdir(prefix) else f"{path.parent}/"  # noqa: PTH112
     finally:
         os.close(descriptor)

@@ -1,6 +1,7 @@
-"""Writing to a connection: what is written in one turn of the loop leaves together, and is bounded.
+"""Write buffer of a connection, which combines the writes of one event-loop iteration.
 
-Both ends use it. Whoever produces without being asked waits for ``drained``.
+Both the client and the server use it. Code that may write a lot of data limits the buffer by
+awaiting ``drained`` or checking ``waiting``.
 """
 
 from __future__ import annotations
@@ -13,42 +14,47 @@ __all__ = ["WriteBuffer"]
 
 
 class WriteBuffer:
-    """The writing half of a connection; what is written after its end goes nowhere."""
+    """Write half of a connection; writes to a lost connection are discarded.
 
-    __slots__ = ("_gathered", "_loop", "_transport", "_waiters", "closed", "paused")
+    Attributes:
+        paused: Whether the transport's buffer is full because the other end reads too slowly.
+        closed: Whether the connection was lost.
+    """
+
+    __slots__ = ("_chunks", "_loop", "_transport", "_waiters", "closed", "paused")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[bytes] = []
-        self.paused = False  # the other side does not keep up with reading
+        self._chunks: list[bytes] = []
+        self.paused: bool = False
         self._waiters: list[asyncio.Future[None]] = []
-        self.closed = False
+        self.closed: bool = False
 
     @property
     def waiting(self) -> int:
-        """How many bytes the other side has yet to read, apart from this turn's."""
+        """Number of bytes that the transport has yet to send; excludes unflushed writes."""
         return self._transport.get_write_buffer_size()
 
     def frame(self, kind: int, number: int, body: bytes = b"") -> None:
-        """Write a frame."""
+        """Encode a frame and buffer it, as ``write`` does."""
         self.write(protocol.frame(kind, number, body))
 
     def write(self, data: bytes) -> None:
-        """Write with whatever else this turn of the loop writes."""
-        if not self._gathered:
+        """Buffer data; it is sent together with the other writes of this event-loop iteration."""
+        if not self._chunks:
             self._loop.call_soon(self.flush)
-        self._gathered.append(data)
+        self._chunks.append(data)
 
     def flush(self) -> None:
-        """Hand over to the transport now."""
-        if self._gathered:
-            gathered, self._gathered = self._gathered, []
+        """Pass all buffered data to the transport now."""
+        if self._chunks:
+            chunks, self._chunks = self._chunks, []
             if not self.closed:
-                self._transport.write(b"".join(gathered))
+                self._transport.write(b"".join(chunks))
 
     async def drained(self) -> None:
-        """Wait until the other side has read most of what was written, or is gone."""
+        """Flush, then wait until the transport's buffer has space or the connection is lost."""
         self.flush()
         if self.paused and not self.closed:
             waiter = self._loop.create_future()
@@ -56,18 +62,17 @@ class WriteBuffer:
             await waiter
 
     def close(self) -> None:
-        """Write what is left, then close."""
+        """Flush, then close the transport."""
         self.flush()
         self._transport.close()
 
-    # What the transport says
-
+    # Called by the asyncio protocol
     def pause(self) -> None:
-        """Its buffer is full."""
+        """Make ``drained`` wait because the transport's buffer is full."""
         self.paused = True
 
     def resume(self) -> None:
-        """Its buffer has room again."""
+        """Wake callers of ``drained`` because the transport's buffer has space again."""
         self.paused = False
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -75,7 +80,7 @@ class WriteBuffer:
                 waiter.set_result(None)
 
     def lost(self) -> None:
-        """There is no connection any more."""
+        """Discard buffered data and wake callers of ``drained`` because the connection was lost."""
         self.closed = True
-        self._gathered.clear()
+        self._chunks.clear()
         self.resume()

@@ -1,4 +1,4 @@
-"""Server-side Lua of the Redis list backend.
+"""Lua scripts of the Redis list backend.
 
-May import: the standard library and the driver's errors.
+May import: the standard library.
 """

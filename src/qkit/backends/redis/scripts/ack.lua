@@ -1,6 +1,7 @@
--- Acknowledge deliveries: remove their leases and frames.
--- KEYS: 1 lease set, 2 frames. ARGV: tokens.
--- Returns their number if all were held, else 1 or 0 for each.
+-- Ack deliveries: remove their leases and frames.
+-- KEYS: 1 lease set, 2 frames by token. ARGV: tokens.
+-- Returns the number of tokens if all were held. Otherwise returns a list: for each token, 1 if it
+-- was held and 0 if not.
 local count = #ARGV
 if redis.call('ZREM', KEYS[1], unpack(ARGV)) == count then
   redis.call('HDEL', KEYS[2], unpack(ARGV))

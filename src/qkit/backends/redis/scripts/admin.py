@@ -1,4 +1,4 @@
-"""Scripts for administration: count, read, empty, delete."""
+"""Scripts for administration: statistics, peek, purge, remove and delete."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 -- Claim messages. Script on one part.
--- ARGV: 2 how many, 3 lease in ms (0: none, the messages leave the server), 4 '1' if the caller has
--- just distributed what was pushed to the topic.
--- Returns ms until the next message is due (-1: none), then tokens and frames; false if there is no
--- such queue; 'distribute' if the caller has to run distribute first: that touches the keys of all
--- groups.
+-- ARGV: 2 maximum number of messages, 3 lease in ms (0: no lease, the messages are removed),
+-- 4 '1' if the caller has just run distribute.
+-- Returns a pair: 0 and a list of alternating tokens and frames; or, if no message is ready, ms
+-- until the next message is due or the next lease expires (-1: none) and an empty list. Returns
+-- false if the queue does not exist, and 'distribute' if the caller must run distribute first,
+-- which needs the keys of all groups.
 local config, reply = open()
 if not config then return reply end
 if config.kind == 'topic' and ARGV[4] ~= '1' and redis.call('LLEN', KEYS[2]) > 0 then
@@ -18,23 +19,24 @@ local function take(list)
   if fs then for _, f in ipairs(fs) do taken[#taken + 1] = f end end
 end
 
--- With one priority the messages are in order already, and none has to be filed. Messages with
--- another priority or a delay are filed. Returns whether there were none of these.
-local function take_in_line()
+-- Fast path for a queue that uses only priority 5: its messages are already in order, so they are
+-- taken directly. A message with another priority or a delay is enqueued instead.
+-- Returns true if no message had to be enqueued.
+local function take_in_order()
   take(ready(q, 5))
-  local filed = #taken
+  local enqueued = #taken
   take(q.arrived)
   take(q.ingress)
-  local last = filed
-  for i = filed + 1, #taken do
-    local f, aside = taken[i], false
+  local last = enqueued
+  for i = enqueued + 1, #taken do
+    local f, skip = taken[i], false
     if not string.find(f, '^qk1 %w+ %- 0 0 %d+ %-\n\n') then  -- most frames match
       local id, p, at = head(f)
-      aside = at > t or (p ~= '-' and p ~= '5')
-      if not id then f = named(f, t) end
+      skip = at > t or (p ~= '-' and p ~= '5')
+      if not id then f = add_id(f, t) end
     end
-    if aside then
-      file(q, {f}, t)
+    if skip then
+      enqueue(q, {f}, t)
     else
       last = last + 1
       taken[last] = f
@@ -46,25 +48,25 @@ local function take_in_line()
 end
 
 local one = #q.levels == 0 or (#q.levels == 1 and q.levels[1] == 5)
-local plain = one and take_in_line()
+local plain = one and take_in_order()
 if not plain and #taken == 0 then
-  tidy(q, t)
+  enqueue_arrivals(q, t)
   for i = #q.levels, 1, -1 do take(ready(q, q.levels[i])) end
 end
 local out, leases = {}, {}
 if #taken > 0 then
   local till, last = t + tonumber(ARGV[3]), redis.call('HINCRBY', KEYS[1], 'seq', #taken)
   for i, f in ipairs(taken) do
-    local tok, j = name(last - #taken + i), #taken - i + 1
+    local tok, j = format_token(last - #taken + i), #taken - i + 1
     out[2 * i - 1], out[2 * i] = tok, f
-    leases[2 * j - 1], leases[2 * j] = till, tok  -- last first: faster to insert into a small set
+    leases[2 * j - 1], leases[2 * j] = till, tok  -- in reverse: faster for a small sorted set
   end
   if till > t then
     redis.call('HSET', q.msg, unpack(out))
     redis.call('ZADD', q.lease, unpack(leases))
   end
 end
-if not plain or #taken >= want then wake(q) end  -- else no message is ready
+if not plain or #taken >= want then wake(q) end  -- otherwise no message is ready
 if #taken > 0 then return {0, out} end
 local nearest = -1
 for _, key in ipairs({q.due, q.lease}) do

@@ -1,4 +1,5 @@
 -- Delete a queue or topic with all its messages. Script on a whole queue; no own arguments.
+-- Returns 1; false if the queue does not exist.
 local config, reply = open_whole()
 if not config then return reply end
 for _, q in ipairs(parts(config, clock())) do

@@ -1,5 +1,5 @@
--- Copy what another program pushed to a topic's own name to each of its groups.
--- Script on a whole queue; no own arguments. Returns 1; false if there is no such queue.
+-- Copy messages that another program pushed to a topic's ingress list to each group of the topic.
+-- Script on a whole queue; no own arguments. Returns 1; false if the queue does not exist.
 local config, reply = open_whole()
 if not config then return reply end
 parts(config, clock())

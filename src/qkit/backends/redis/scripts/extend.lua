@@ -1,6 +1,6 @@
--- Move the ends of leases.
--- KEYS: 1 lease set. ARGV: token and milliseconds from now of each.
--- Returns 1 for each token that was held, else 0.
+-- Extend leases.
+-- KEYS: 1 lease set. ARGV: for each lease, its token and its new end in milliseconds from now.
+-- Returns a list with 1 for each token that was held and 0 for each other token.
 local now, done = redis.call('TIME'), {}
 local t = now[1] * 1000 + math.floor(now[2] / 1000)
 for i = 1, #ARGV, 2 do

@@ -1,6 +1,6 @@
--- Add a group to a topic. Messages that were there before go to the groups that were there.
+-- Add a group to a topic. Earlier messages go only to the existing groups.
 -- Script on a whole queue. Own argument: the group's name.
--- Returns the kind; false if there is no such queue.
+-- Returns the kind, 'queue' or 'topic'; false if the queue does not exist.
 local config, reply = open_whole()
 if not config then return reply end
 if config.kind == 'topic' then

@@ -1,24 +1,25 @@
--- Functions that the scripts share. Script.load puts this file before every script that uses them.
+-- Functions shared by the scripts. Script.load prepends this file to every script that uses them.
 --
--- A script touches only keys that are in KEYS, as a Redis Cluster requires: while a slot is moved
--- to another node the server can refuse the call before the script has changed anything.
+-- A script uses only keys that are in KEYS, as Redis Cluster requires: while a slot is migrating,
+-- the server can then reject the call before the script changes anything.
 --
 -- A "part" is a queue, or one group of a topic. It has 5 + LEVELS keys, in this order: the ingress
--- list, the arrivals, the due set, the lease set, the frames, and the ready lists of the priorities
--- 0 to LEVELS - 1.
+-- list, the arrivals, the due set, the lease set, the frames by token, and the ready lists of
+-- priorities 0 to LEVELS - 1 (script.py describes them).
 --
 -- Scripts on one part (claim, release):
---   KEYS: 1 meta, 2 the list under the name of the queue or topic, 3... the part
+--   KEYS: 1 meta, 2 list with the name of the queue or topic, 3... keys of the part
 --   ARGV: 1 LEVELS, then the script's own arguments from ARGV[2]
 -- Scripts on a whole queue or topic (all others that use this library):
 --   KEYS: 1 meta, 2 as above, 3 the set of group names, 4... the queue as a part, then each group
---   ARGV: 1 LEVELS, 2 number of groups, 3... their names, then own arguments from ARGV[FIRST]
+--   ARGV: 1 LEVELS, 2 number of groups, 3... their names, then the script's own arguments from
+--   ARGV[FIRST]
 --
--- How many keys there are depends on data: a queue's highest priority, a topic's groups. The caller
--- passes what it knows. If that is not all, the script changes nothing and returns 'keys': the
--- caller reads the declaration and the groups, and calls again.
+-- The number of keys depends on the queue's highest priority and the topic's groups. The caller
+-- passes the keys that it knows. If some are missing, the script changes nothing and returns
+-- 'keys'; the caller then reads the declaration and the groups, and repeats the call.
 
-local CHUNK = 1000  -- limit for unpack, and for the work of one call
+local CHUNK = 1000  -- maximum number of values for unpack, and of messages moved per step
 local LEVELS = tonumber(ARGV[1])
 local FIRST = 3 + (tonumber(ARGV[2]) or 0)
 
@@ -35,7 +36,7 @@ end
 
 local function ready(q, p) return KEYS[q.p0 + p] end
 
--- Returns the declaration, or nil and the script's reply.
+-- Returns the declaration, or nil and the reply that the script must return.
 local function open()
   local c = redis.call('HMGET', KEYS[1], 'kind', 'max_depth', 'drop_oldest', 'max_priority',
                        'levels')
@@ -53,8 +54,9 @@ local function open()
   return config
 end
 
--- The same for scripts on a whole queue or topic. config.parts has the queue, or the topic's groups
--- in the order of their names; config.passed has every group in KEYS by name.
+-- The same as open, for scripts on a whole queue or topic. config.parts lists the queue's one part,
+-- or the topic's groups sorted by name; config.passed maps the name of each group in KEYS to its
+-- part.
 local function open_whole()
   local config, reply = open()
   if not config then return nil, reply end
@@ -76,6 +78,8 @@ local function open_whole()
   return config
 end
 
+-- Returns the id, priority, due time and delivery count of a frame; nil, '-', 0, 0 for a foreign
+-- message.
 local function head(f)
   local id, p, at, ex, n = string.match(f, '^qk1 (%S+) (%S+) (%d+) (%d+) (%d+)!? [-=]%S*\n[^\n]*\n')
   local read = id and #at <= 15 and #ex <= 15 and #n <= 9  -- the same limits as in codec.py
@@ -84,8 +88,9 @@ local function head(f)
   return id, p, tonumber(at), tonumber(n)
 end
 
--- Most queues use one priority. The meta key lists the priorities in use, so that scripts do not
--- read the other lists.
+-- Returns the priority as a number within the queue's range, and adds it to the priorities in use.
+-- The meta key lists the priorities in use, so that scripts can skip the ready lists of all others.
+-- Most queues use only one priority.
 local function level(q, p)
   local config = q.config
   p = math.max(0, math.min(tonumber(p) or 5, config.top))
@@ -98,27 +103,27 @@ local function level(q, p)
   return p
 end
 
--- Tokens have one length, so that entries with equal times sort by token.
-local function name(number) return string.format('%012.0f', number) end
-local function token() return name(redis.call('HINCRBY', KEYS[1], 'seq', 1)) end
+-- Tokens have a fixed length, so that entries with equal times are in the order of their tokens.
+local function format_token(number) return string.format('%012.0f', number) end
+local function next_token() return format_token(redis.call('HINCRBY', KEYS[1], 'seq', 1)) end
 
 local function schedule(q, f, at)
-  local tok = token()
+  local tok = next_token()
   redis.call('HSET', q.msg, tok, f)
   redis.call('ZADD', q.due, at, tok)
 end
 
--- A message that another program wrote gets its permanent id here.
-local function named(f, t)
-  return string.format('qk1 foreign-%.0f-%s - 0 0 0 -\n\n', t, token()) .. f
+-- Returns a foreign message as a frame with a new, permanent id.
+local function add_id(f, t)
+  return string.format('qk1 foreign-%.0f-%s - 0 0 0 -\n\n', t, next_token()) .. f
 end
 
--- Move frames from the ingress list to the ready list of their priority, or to the due set.
-local function file(q, fs, t)
+-- Add each frame to the ready list of its priority, or to the due set if it is delayed.
+local function enqueue(q, fs, t)
   local batches = {}
   for _, f in ipairs(fs) do
     local id, p, at = head(f)
-    if not id then f = named(f, t) end
+    if not id then f = add_id(f, t) end
     if at > t then
       schedule(q, f, at)
       redis.call('HDEL', KEYS[1], 'early')
@@ -131,14 +136,15 @@ local function file(q, fs, t)
   for p, batch in pairs(batches) do redis.call('RPUSH', ready(q, p), unpack(batch)) end
 end
 
-local function tidy(q, t)
+-- Enqueue up to CHUNK messages each from the arrivals and the ingress list.
+local function enqueue_arrivals(q, t)
   for _, list in ipairs({q.arrived, q.ingress}) do
     local fs = redis.call('LPOP', list, CHUNK)
-    if fs then file(q, fs, t) end
+    if fs then enqueue(q, fs, t) end
   end
 end
 
--- Keep the rule that the ingress list holds a message while any is ready.
+-- Maintain the invariant that the ingress list is not empty while any message is ready.
 local function wake(q)
   if redis.call('LLEN', q.ingress) > 0 then return end
   for _, p in ipairs(q.levels) do
@@ -147,23 +153,26 @@ local function wake(q)
   end
 end
 
-local function back(q, f, n)
+-- Put a message back: at the front of its ready list if n, its delivery count, is positive; else at
+-- the end.
+local function put_back(q, f, n)
   local _, p = head(f)
   redis.call(n > 0 and 'LPUSH' or 'RPUSH', ready(q, level(q, p)), f)
 end
 
+-- Move due messages to the ready lists.
 local function promote(q, t)
   local toks = redis.call('ZRANGEBYSCORE', q.due, '-inf', t, 'LIMIT', 0, CHUNK)
   if #toks == 0 then return end
   for i, f in ipairs(redis.call('HMGET', q.msg, unpack(toks))) do
-    if f then local _, _, _, n = head(f) back(q, f, n) end
+    if f then local _, _, _, n = head(f) put_back(q, f, n) end
   end
   redis.call('ZREM', q.due, unpack(toks))
   redis.call('HDEL', q.msg, unpack(toks))
 end
 
--- A lease that ends counts its delivery. Earlier versions put a '!' behind the last number that was
--- allowed.
+-- Put messages whose lease has expired back, and count the delivery. Earlier versions wrote '!'
+-- after the delivery count of the last allowed delivery; it is removed.
 local function expire(q, t)
   local toks = redis.call('ZRANGEBYSCORE', q.lease, '-inf', t, 'LIMIT', 0, CHUNK)
   if #toks == 0 then return end
@@ -174,25 +183,26 @@ local function expire(q, t)
       local _, _, _, n = head(f)
       n = n + 1
       f = string.gsub(f, '^(qk1 %S+ %S+ %d+ %d+ )%d+!?', '%1' .. n, 1)
-      back(q, f, n)
+      put_back(q, f, n)
     end
   end
   redis.call('ZREM', q.lease, unpack(toks))
   redis.call('HDEL', q.msg, unpack(toks))
 end
 
--- Copy what another program pushed to a topic's own name to each group, under one id.
+-- Copy messages that another program pushed to the topic's ingress list to each group. All copies
+-- of a message have the same id.
 local function distribute(config, t)
   local fs = redis.call('LPOP', KEYS[2], CHUNK)
   if not fs then return end
-  for i, f in ipairs(fs) do if not head(f) then fs[i] = named(f, t) end end
+  for i, f in ipairs(fs) do if not head(f) then fs[i] = add_id(f, t) end end
   for _, q in ipairs(config.parts) do
-    file(q, fs, t)
+    enqueue(q, fs, t)
     wake(q)
   end
 end
 
--- The queue of the call, or a topic's groups with all that was pushed to the topic.
+-- Returns the parts of the queue or topic, after distributing the messages of a topic.
 local function parts(config, t)
   if config.kind == 'topic' then distribute(config, t) end
   return config.parts

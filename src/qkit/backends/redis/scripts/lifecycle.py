@@ -1,4 +1,4 @@
-"""Scripts for the life of a message: declare, send, claim, settle."""
+"""Scripts for the life cycle of messages: declare, send, claim and settle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
--- Read messages in the order of delivery. Script on a whole queue. Own argument: the limit.
--- Returns group (or '') and frame of each.
+-- Read messages in delivery order without claiming them. Script on a whole queue.
+-- Own argument: the maximum number of messages.
+-- Returns the group (or '') and the frame of each message; false if the queue does not exist.
 local config, reply = open_whole()
 if not config then return reply end
 local t, left, out = clock(), tonumber(ARGV[FIRST]), {}
@@ -12,7 +13,7 @@ local function add(q, fs)
   end
 end
 for _, q in ipairs(parts(config, t)) do
-  tidy(q, t)
+  enqueue_arrivals(q, t)
   wake(q)
   for i = #q.levels, 1, -1 do
     if left > 0 then add(q, redis.call('LRANGE', ready(q, q.levels[i]), 0, left - 1)) end

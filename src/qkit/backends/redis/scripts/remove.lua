@@ -1,19 +1,19 @@
--- Delete messages by id. Script on a whole queue.
--- Own arguments: ids as frames have them; an id that occurs twice deletes two messages.
--- Returns how many were deleted.
+-- Delete messages that are not in flight, by id. Script on a whole queue.
+-- Own arguments: ids as written in frames. An id that is given twice deletes two messages.
+-- Returns the number of deleted messages; false if the queue does not exist.
 local config, reply = open_whole()
 if not config then return reply end
-local t, gone, wanted = clock(), 0, {}
+local t, deleted, wanted = clock(), 0, {}
 for i = FIRST, #ARGV do wanted[ARGV[i]] = (wanted[ARGV[i]] or 0) + 1 end
 local function hit(f)
   local id = head(f)
   if not id or (wanted[id] or 0) == 0 then return false end
   wanted[id] = wanted[id] - 1
-  gone = gone + 1
+  deleted = deleted + 1
   return true
 end
 for _, q in ipairs(parts(config, t)) do
-  tidy(q, t)
+  enqueue_arrivals(q, t)
   local lists = {}
   for i = #q.levels, 1, -1 do lists[#lists + 1] = ready(q, q.levels[i]) end
   lists[#lists + 1] = q.ingress
@@ -40,4 +40,4 @@ for _, q in ipairs(parts(config, t)) do
   end
   wake(q)
 end
-return gone
+return deleted

@@ -1,25 +1,27 @@
-"""Lua scripts, read from the ``.lua`` files beside this module.
+"""Lua scripts, loaded from the ``.lua`` files in this package.
 
-The keys of a queue ``orders``, all in one slot of a cluster:
+The queue ``orders`` has these keys, all in one hash slot:
 
 =========================  =========================================================
 ``orders``                 the ingress list: other programs push here, consumers block here
-``{orders}:in``            arrivals: messages that a blocked consumer moved, until a claim
+``{orders}:in``            arrivals: messages that ended a consumer's wait, until the next claim
 ``{orders}:p0`` … ``:p9``  ready messages by priority, oldest first (up to ``max_priority``)
-``{orders}:due``           tokens of delayed messages, by the time when they are due
-``{orders}:lease``         tokens of claimed messages, by the end of the lease
+``{orders}:due``           tokens of delayed messages, sorted by due time
+``{orders}:lease``         tokens of claimed messages, sorted by the end of the lease
 ``{orders}:msg``           frames by token
-``{orders}:meta``          the declaration; without it there is no queue
+``{orders}:meta``          declaration; a queue without it does not exist
 =========================  =========================================================
 
-A group of a topic has the same keys under ``{prices}:g.<group>``, with the topic's ``:meta``; the
-names of the groups are in ``{prices}:groups``.
+A group of a topic has the same keys under ``{prices}:g.<group>`` and shares the topic's ``:meta``.
+The names of the groups are in ``{prices}:groups``.
 
-Two rules make it safe. Every message is in one of these keys at any time, because each script
-moves it in one step. And whenever a message is ready the ingress list holds one (``wake``), so no
-consumer blocks on an empty list while there is work: no wake-up can be lost, and each claim wakes
-the next consumer. The message in the ingress list is the last of the lowest priority, so it returns
-to its place, before all that arrived later.
+Two invariants keep messages safe:
+
+- Every message is in one of these keys at any time, because scripts move messages atomically.
+- While any message is ready, the ingress list holds one (``wake`` in ``library.lua``). No consumer
+  blocks on an empty list while messages are ready, so no wake-up is lost, and each claim wakes the
+  next consumer. ``wake`` moves the last message of the lowest priority. When that message is
+  enqueued again, it returns to its place, before all later messages.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ _LIBRARY = "library"
 
 
 class Script:
-    """A script, and the name under which the server keeps it.
+    """Lua script and its SHA-1 digest, under which the server caches it.
+
+    Any change to a script, even in a comment, changes its digest. Processes with different versions
+    of a script can therefore share a server.
 
     Args:
         source: Lua code.
@@ -43,16 +48,16 @@ class Script:
     __slots__ = ("sha", "source")
 
     def __init__(self, source: str) -> None:
-        self.source = source
-        self.sha = sha1(source.encode(), usedforsecurity=False).hexdigest()
+        self.source: str = source
+        self.sha: str = sha1(source.encode(), usedforsecurity=False).hexdigest()
 
     @classmethod
     def load(cls, name: str, *, library: bool = True) -> Script:
-        """Read ``<name>.lua``.
+        """Load ``<name>.lua``.
 
         Args:
             name: File name without ``.lua``.
-            library: Put ``library.lua`` before it; a script without it starts faster.
+            library: Whether to prepend ``library.lua``. A script without it starts faster.
         """
         return cls((_source(_LIBRARY) if library else "") + _source(name))
 

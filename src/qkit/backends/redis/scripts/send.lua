@@ -1,21 +1,22 @@
 -- Add messages with any priority, delay or group. Script on a whole queue.
 -- Own arguments: group (or ''), priority (or ''), due time in ms (or 0) and frame of each message.
--- KEYS has a part for each group that is named.
--- Returns for each message its position, -1 if it has none, -2 if the queue was full; then the frames
--- that were dropped to make room.
+-- KEYS must contain the part of each of these groups.
+-- Returns two lists: the position of each message (-1 if it has none, -2 if the queue was full),
+-- and the frames that were dropped because the queue was full. Returns false if the queue does not
+-- exist.
 local config, reply = open_whole()
 if not config then return reply end
 local t = clock()
 
 local function count(q)
-  tidy(q, t)
+  enqueue_arrivals(q, t)
   q.counts, q.ahead = {}, 0
   for _, p in ipairs(q.levels) do
     q.counts[p] = redis.call('LLEN', ready(q, p))
     q.ahead = q.ahead + q.counts[p]
   end
-  q.unfiled = redis.call('LLEN', q.ingress)
-  q.total = q.ahead + q.unfiled + redis.call('ZCARD', q.due) + redis.call('ZCARD', q.lease)
+  q.unsorted = redis.call('LLEN', q.ingress)
+  q.total = q.ahead + q.unsorted + redis.call('ZCARD', q.due) + redis.call('ZCARD', q.lease)
   return q
 end
 
@@ -35,12 +36,12 @@ local function put(q, p, at, f)
   if config.max_depth and q.total >= config.max_depth then evict(q) end
   q.total = q.total + 1
   if at > t then
-    -- A blocked consumer has to learn about the earliest due time: this message wakes one.
-    if q.ahead == 0 and q.unfiled == 0 and not q.woken then
+    -- If this is the earliest due time, wake a blocked consumer, which would wait too long.
+    if q.ahead == 0 and q.unsorted == 0 and not q.woken then
       local first = redis.call('ZRANGE', q.due, 0, 0, 'WITHSCORES')
       if #first == 0 or tonumber(first[2]) > at then
         redis.call('RPUSH', q.ingress, f)
-        redis.call('HSET', KEYS[1], 'early', 1)  -- send_plain does not count it
+        redis.call('HSET', KEYS[1], 'early', 1)  -- send_plain subtracts this message
         q.woken = true
         return -1
       end
@@ -48,7 +49,7 @@ local function put(q, p, at, f)
     schedule(q, f, at)
     return -1
   end
-  local position = q.unfiled
+  local position = q.unsorted
   for _, level in ipairs(q.levels) do
     if level >= p then position = position + (q.counts[level] or 0) end
   end
@@ -74,14 +75,14 @@ for i = FIRST, #ARGV, 4 do
     end
     targets = {by_name[g]}
   end
-  local room = true
+  local accepted = true
   for _, q in ipairs(targets) do
     if config.max_depth and q.total >= config.max_depth and not config.drop_oldest then
-      room = false
+      accepted = false
     end
   end
-  local result = room and -1 or -2
-  if room then
+  local result = accepted and -1 or -2
+  if accepted then
     for _, q in ipairs(targets) do
       result = put(q, level(q, ARGV[i + 1]), tonumber(ARGV[i + 2]), ARGV[i + 3])
     end

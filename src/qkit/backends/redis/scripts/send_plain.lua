@@ -1,9 +1,11 @@
--- Add messages without priority or delay to a queue that never had another priority.
--- The messages stay in the ingress list, where blocked consumers wait. This is the hot path: without
--- the library and without TIME, because each redis.call costs as much as several lines of Lua.
+-- Add messages without priority or delay to a queue that uses only priority 5.
+-- The messages stay in the ingress list, on which consumers block. This is the hot path. It uses
+-- neither the library nor TIME: loading the library takes time, and each redis.call costs as much
+-- as several lines of Lua.
 -- KEYS: 1 meta, 2 ingress list, 3 arrivals, 4 ready list of priority 5, 5 due set, 6 lease set.
 -- ARGV: frames.
--- Returns the position of the first; -1 if the caller has to use send; false if there is no queue.
+-- Returns the position of the first message, -1 if the caller must use send.lua, or false if the
+-- queue does not exist.
 local c = redis.call('HMGET', KEYS[1], 'kind', 'max_depth', 'levels', 'early')
 if not c[1] then return false end
 if c[1] ~= 'queue' or (c[3] and c[3] ~= '5') then return -1 end

@@ -1,10 +1,11 @@
 -- Count messages. Script on a whole queue; no own arguments.
--- Returns ready, held, scheduled.
+-- Returns the numbers of ready, in-flight and scheduled messages; false if the queue does not
+-- exist.
 local config, reply = open_whole()
 if not config then return reply end
 local t, waiting, held, scheduled = clock(), 0, 0, 0
 for _, q in ipairs(parts(config, t)) do
-  tidy(q, t)
+  enqueue_arrivals(q, t)
   wake(q)
   for _, p in ipairs(q.levels) do waiting = waiting + redis.call('LLEN', ready(q, p)) end
   waiting = waiting + redis.call('LLEN', q.ingress)

@@ -1,4 +1,4 @@
-"""The client's side of the socket: a backend in another process.
+"""Client end of the socket: a backend that uses the engine of another process.
 
 May import: ``backends.common``, ``backends.native.socket``; not the engine.
 """

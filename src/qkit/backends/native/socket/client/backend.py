@@ -1,4 +1,4 @@
-"""A client of a native directory that another process owns."""
+"""Native backend on a directory that another process owns."""
 
 from __future__ import annotations
 
@@ -28,17 +28,24 @@ from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["SocketBackend"]
 
-FRAME_BYTES: Final = 1 << 20  # a publish of more than this is cut into several frames
-FRAME_OVERHEAD_BYTES: Final = 4096  # of the owner's limit, for all that is not the message
-SINCE_VERSION_0_1: Final = ("consumed", "again")  # fields of QueueSpec that it does not know
+FRAME_BYTES: Final = 1 << 20  # a larger publish is split into several frames
+FRAME_OVERHEAD_BYTES: Final = 4096  # reserved in each frame for the queue name and lengths
+SINCE_VERSION_0_1: Final = ("consumed", "again")  # QueueSpec fields added after version 0.1
 
 
 class SocketBackend:
-    """``Backend``, ``Admin`` and the dead letters' sources, on the socket of a directory's owner.
+    """Implementation of ``Backend`` and ``Admin`` as a client of a directory's owner.
 
-    It means the same as ``NativeBackend`` in the owner. ``capabilities`` are the owner's once it
-    is started; until then they are what is given here. ``on_lost`` is called when the connection
-    breaks; ``start`` opens another.
+    It behaves like the owner's ``NativeBackend``. After the connection is lost, ``start`` opens a
+    new one.
+
+    Args:
+        path: Path of the socket.
+        clock: Clock of the service; the system clock by default. With any other clock, no thread
+            renews leases.
+        capabilities: Capabilities to report before ``start``, which replaces them with the
+            owner's.
+        on_lost: Called with the error when the connection is lost.
     """
 
     name: str = "native"
@@ -53,7 +60,7 @@ class SocketBackend:
         on_lost: Callable[[BackendUnavailable], None] | None = None,
     ) -> None:
         self._path = path
-        # A virtual clock's leases end when the test says so: no thread in real time may interfere.
+        # With a virtual clock, tests decide when leases end; a thread must not renew them.
         self._renews = clock is None or isinstance(clock, SystemClock)
         self._on_lost = on_lost
         self._connection: ClientConnection | None = None
@@ -63,15 +70,15 @@ class SocketBackend:
             protocol.DEAD_LETTERED: [],
             protocol.DROPPED: [],
         }
-        self.capabilities = capabilities
+        self.capabilities: Capabilities = capabilities
 
     # Backend
 
     async def start(self) -> None:
-        """Connect, or raise ``BackendUnavailable``; idempotent while the connection lasts."""
+        """Connect to the owner if not connected; raise ``BackendUnavailable`` on failure."""
         if self._connection is not None:
             return
-        connection = await open_connection(self._path, self._take, self._lost)
+        connection = await open_connection(self._path, self._handle_push, self._lost)
         self._connection = connection
         self.capabilities = _capabilities(connection.hello["capabilities"])
         if self._renews:
@@ -79,38 +86,44 @@ class SocketBackend:
         self._listen()
 
     def check(self) -> None:
-        """Raise ``BackendUnavailable`` unless there is a connection."""
+        """Raise ``BackendUnavailable`` unless connected."""
         if self._connection is None:
-            self._refuse("check", None)
+            self._raise_not_connected("check", None)
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists; see ``NativeBackend.declare``.
+        """Declare the queue as ``NativeBackend.declare`` does.
 
-        An owner of version 0.1 refuses fields that it does not know. It gets the rest, and decides
-        by the rules of its version.
+        An owner that runs qkit 0.1 rejects fields that it does not know. The declaration is then
+        sent again without them, and the owner applies the rules of its version.
         """
         try:
-            await self._ask("declare", protocol.DECLARE, protocol.encode_record(spec), spec.name)
+            await self._request(
+                "declare", protocol.DECLARE, protocol.encode_record(spec), spec.name
+            )
         except QueueError as error:
             if "unexpected keyword argument" not in error.message:
                 raise
             older = protocol.encode_record(spec, leave_out=SINCE_VERSION_0_1)
-            await self._ask("declare", protocol.DECLARE, older, spec.name)
+            await self._request("declare", protocol.DECLARE, older, spec.name)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
+        """Add messages in order.
+
+        Raises:
+            PartialSend: Some messages were not added; ``results`` has the outcome of each message.
+        """
         connection = self._connection
         if connection is None:
-            self._refuse("publish", queue)
+            self._raise_not_connected("publish", queue)
         limit = int(connection.hello["max_frame"]) - FRAME_OVERHEAD_BYTES
-        encoded, refused = _encode(queue, envelopes, limit)
+        encoded, rejected = _encode(queue, envelopes, limit)
         if connection.write_buffer.paused:
             await connection.write_buffer.drained()
         requests = [
             (len(frame), connection.begin(protocol.PUBLISH, protocol.encode_publish(queue, frame)))
             for frame in protocol.split(encoded, min(FRAME_BYTES, limit))
         ]
-        outcomes: list[int | QueueError | None] = []  # positions and errors
+        outcomes: list[int | QueueError | None] = []  # position or error of each message
         for count, (_, answer) in requests:
             try:
                 outcomes += protocol.decode_positions(await answer)
@@ -118,8 +131,8 @@ class SocketBackend:
                 outcomes += [r if isinstance(r, QueueError) else r.position for r in error.results]
             except QueueError as error:
                 outcomes += [error.located(operation="publish", queue=queue)] * count
-        for place, refusal in refused.items():  # in ascending order
-            outcomes.insert(place, refusal)
+        for index, rejection in rejected.items():  # in ascending order, so indexes stay valid
+            outcomes.insert(index, rejection)
         results = [
             outcome if isinstance(outcome, QueueError) else Sent(item.id, outcome)
             for item, outcome in zip(envelopes, outcomes, strict=True)
@@ -129,7 +142,7 @@ class SocketBackend:
         return cast("list[Sent]", results)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[SocketSubscription]:
-        """Claim messages of a queue, or of a topic's group, which is declared by this."""
+        """Subscribe to a queue or to a group of a topic; create the group if it does not exist."""
         return self._subscription(spec)
 
     @asynccontextmanager
@@ -137,7 +150,7 @@ class SocketBackend:
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[SocketSubscription, None]:
         if self._connection is None:
-            self._refuse("subscribe", spec.queue)
+            self._raise_not_connected("subscribe", spec.queue)
         subscription = SocketSubscription(self._connection, spec.queue, self._lease_renewal)
         await subscription.open(spec)
         self._subscriptions[subscription.number] = subscription
@@ -148,121 +161,127 @@ class SocketBackend:
             await subscription.leave()
 
     async def ping(self) -> None:
-        """Raise ``BackendUnavailable`` unless the owner answers."""
-        await self._ask("ping", protocol.PING)
+        """Check that the owner responds; raise ``BackendUnavailable`` otherwise."""
+        await self._request("ping", protocol.PING)
 
     async def aclose(self) -> None:
-        """Say goodbye, so that what is held goes back uncharged, and hang up; idempotent."""
+        """Disconnect; idempotent.
+
+        The owner releases this client's deliveries without counting an attempt.
+        """
         connection, self._connection = self._connection, None
         if self._lease_renewal is not None:
             self._lease_renewal.close()
             self._lease_renewal = None
         if connection is not None:
-            connection.tell(protocol.CLOSE, 0)
-            self._break(BackendUnavailable("the backend was closed", backend=self.name))
+            connection.send(protocol.CLOSE, 0)
+            self._lose_subscriptions(
+                BackendUnavailable("the backend was closed", backend=self.name)
+            )
             await connection.aclose()
 
     # Admin
 
     async def queues(self) -> list[str]:
-        """The names of all queues and topics of the engine."""
+        """Return the names of all queues and topics."""
         return list(await self._administer("queues"))
 
     async def stats(self, queue: str) -> QueueStats:
-        """The queue's figures now; a topic's are the sums of its groups'."""
+        """Return the queue's figures; for a topic, the sums over its groups."""
         return QueueStats(**await self._administer("stats", queue))
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """The next messages in order of delivery, delayed ones last."""
+        """Return up to ``limit`` messages in delivery order, scheduled messages last."""
         body = protocol.encode_json(["peek", queue, limit])
-        return protocol.decode_envelopes(await self._ask("peek", protocol.ADMINISTER, body, queue))
+        answer = await self._request("peek", protocol.ADMINISTER, body, queue)
+        return protocol.decode_envelopes(answer)
 
     async def purge(self, queue: str) -> int:
-        """Delete every message that no consumer holds; return how many."""
+        """Delete every message that is not in flight; return the number deleted."""
         return int(await self._administer("purge", queue))
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Delete these messages unless a consumer holds them; return how many were there."""
+        """Delete the messages with these ids that are not in flight; return the number deleted."""
         return int(await self._administer("remove", queue, *ids))
 
     async def delete(self, queue: str) -> None:
-        """Delete the queue with all that is in it."""
+        """Delete the queue and everything in it."""
         await self._administer("delete", queue)
 
     async def _administer(self, call: str, *arguments: str) -> Any:
         body = protocol.encode_json([call, *arguments])
         queue = arguments[0] if arguments else None
-        return protocol.decode_json(await self._ask(call, protocol.ADMINISTER, body, queue))
+        return protocol.decode_json(await self._request(call, protocol.ADMINISTER, body, queue))
 
     # DeadLetterSource and DroppedLetterSource
 
     def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that the owner's engine wrote by itself."""
+        """Call ``callback`` for each message that the owner's engine dead-letters."""
         self._callbacks[protocol.DEAD_LETTERED].append(callback)
         self._listen()
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        """Call ``callback`` for each dead letter dropped because its queue was full."""
         self._callbacks[protocol.DROPPED].append(callback)
         self._listen()
 
     def _listen(self) -> None:
-        wanted = sum(bit for kind, bit in protocol.EVENT_FLAGS.items() if self._callbacks[kind])
-        if wanted and self._connection is not None:
-            self._connection.tell(protocol.LISTEN, 0, protocol.encode_number(wanted))
+        flags = sum(bit for kind, bit in protocol.EVENT_FLAGS.items() if self._callbacks[kind])
+        if flags and self._connection is not None:
+            self._connection.send(protocol.LISTEN, 0, protocol.encode_number(flags))
 
-    # The connection
+    # Connection
 
-    async def _ask(
+    async def _request(
         self, operation: str, kind: int, body: bytes = b"", queue: str | None = None
     ) -> bytes:
         if self._connection is None:
-            self._refuse(operation, queue)
+            self._raise_not_connected(operation, queue)
         try:
             return await self._connection.request(kind, body)
         except BackendUnavailable as error:
             error.located(operation=operation, queue=queue)
             raise
 
-    def _refuse(self, operation: str, queue: str | None) -> NoReturn:
+    def _raise_not_connected(self, operation: str, queue: str | None) -> NoReturn:
         raise BackendUnavailable(
-            "there is no connection to the owner: start the backend first",
+            "not connected to the owner: start the backend first",
             backend=self.name,
             operation=operation,
             queue=queue,
         )
 
-    def _take(self, kind: int, number: int, body: bytes) -> None:
-        """What the owner sends without being asked."""
+    def _handle_push(self, kind: int, number: int, body: bytes) -> None:
+        """Handle a frame that the owner sends without a request."""
         if kind in self._callbacks:
             for envelope in protocol.decode_envelopes(body):
-                self._tell(kind, DeadLetter.from_envelope(envelope))
+                self._run_callbacks(kind, DeadLetter.from_envelope(envelope))
             return
         subscription = self._subscriptions.get(number)
         if subscription is None:
-            return  # left, while this was on its way; the owner gives it to another
+            return  # closed in the meantime; the owner releases its deliveries
         if kind == protocol.DELIVERIES:
             subscription.deliver(body)
         elif kind == protocol.LOST:
             subscription.lost(decode_error(body))
 
-    def _tell(self, kind: int, letter: DeadLetter) -> None:
+    def _run_callbacks(self, kind: int, letter: DeadLetter) -> None:
         for callback in self._callbacks[kind]:
             try:
                 callback(letter)
             except Exception:
-                logger.exception("a dead-letter callback failed; nothing else did")
+                logger.exception("a dead-letter callback failed; the dead letter is not affected")
 
     def _lost(self, error: BackendUnavailable) -> None:
         self._connection = None
         if self._lease_renewal is not None:
             self._lease_renewal.close()
             self._lease_renewal = None
-        self._break(error)
+        self._lose_subscriptions(error)
         if self._on_lost is not None:
             self._on_lost(error)
 
-    def _break(self, error: QueueError) -> None:
+    def _lose_subscriptions(self, error: QueueError) -> None:
         for subscription in tuple(self._subscriptions.values()):
             subscription.lost(error)
 
@@ -270,23 +289,28 @@ class SocketBackend:
 def _encode(
     queue: str, envelopes: Sequence[Envelope], limit: int
 ) -> tuple[list[bytes], dict[int, QueueError]]:
-    """The messages as bytes, and by their places the errors of those that cannot be sent."""
+    """Encode messages; return the encoded ones and, by index, the errors of the others."""
     encoded: list[bytes] = []
-    refused: dict[int, QueueError] = {}
-    for place, item in enumerate(envelopes):
+    rejected: dict[int, QueueError] = {}
+    for index, item in enumerate(envelopes):
         try:
             data = protocol.encode_envelope(item)
             if len(data) > limit:
-                raise PayloadTooLarge(f"a message of {len(data)} bytes: the owner takes {limit}")
+                raise PayloadTooLarge(
+                    f"the message has {len(data)} bytes, but the owner's limit is {limit}: send a "
+                    "smaller message, or raise the owner's max_message_bytes"
+                )
         except QueueError as error:
             error.located(backend="native", operation="publish", queue=queue, message_id=item.id)
-            refused[place] = error
+            rejected[index] = error
         else:
             encoded.append(data)
-    return encoded, refused
+    return encoded, rejected
 
 
-def _capabilities(said: dict[str, str]) -> Capabilities:
-    """What the owner can; a feature that this version does not know is passed over."""
+def _capabilities(features: dict[str, str]) -> Capabilities:
+    """Return the owner's capabilities; ignore features that this version does not know."""
     known = Capabilities().as_dict()
-    return Capabilities(**{name: Support(value) for name, value in said.items() if name in known})
+    return Capabilities(
+        **{name: Support(value) for name, value in features.items() if name in known}
+    )

@@ -1,6 +1,6 @@
-"""The client's side of one connection: requests and their answers, and whatever the owner pushes.
+"""Client end of one connection: requests, responses, and frames that the owner pushes.
 
-Nothing hangs when the owner dies: the end of the connection fails every request at once.
+If the owner exits, the connection is lost and every pending request fails immediately.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qkit.errors import BackendUnavailable, QueueError
 
 __all__ = ["Answered", "ClientConnection", "open_connection"]
 
-MAX_ANSWER: Final = 0xFFFF_FFFF  # the owner is trusted: it hands out what it accepted
-CLOSE_TIMEOUT: Final = 1.0
+MAX_ANSWER: Final = 0xFFFF_FFFF  # largest possible frame: the owner is trusted, so no lower limit
+CLOSE_TIMEOUT: Final = 1.0  # seconds to wait for the flush before the connection is aborted
 
 Push: TypeAlias = Callable[[int, int, bytes], None]
 Lost: TypeAlias = Callable[[BackendUnavailable], None]
@@ -29,10 +29,15 @@ Answered: TypeAlias = Callable[[bytes | QueueError], None]
 
 
 async def open_connection(path: Path, push: Push, lost: Lost) -> ClientConnection:
-    """Connect to the owner and hear its greeting, or raise ``BackendUnavailable``.
+    """Connect to the owner and wait for its HELLO.
 
-    ``push`` gets the frames that answer nothing: kind, number, body. ``lost`` is called when the
-    connection ends, unless it was closed from here.
+    Args:
+        path: Path of the socket.
+        push: Called with the kind, number and body of each frame that is not a response.
+        lost: Called with the error when the connection is lost, unless this process closed it.
+
+    Raises:
+        BackendUnavailable: The owner does not respond, or uses another version of the protocol.
     """
     loop = asyncio.get_running_loop()
     client_socket = connect(path)
@@ -48,7 +53,18 @@ async def open_connection(path: Path, push: Push, lost: Lost) -> ClientConnectio
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection to the owner; ``hello`` is what it said of itself, ``write_buffer`` writes."""
+    """Connection to the owner.
+
+    Args:
+        path: Path of the socket.
+        push: Called with the kind, number and body of each frame that is not a response.
+        lost: Called with the error when the connection is lost, unless this process closed it.
+
+    Attributes:
+        greeting: Future of the contents of the owner's HELLO.
+        hello: Contents of the owner's HELLO; empty until it arrives.
+        write_buffer: Write buffer of the connection.
+    """
 
     def __init__(self, path: Path, push: Push, lost: Lost) -> None:
         self._path = path
@@ -59,25 +75,31 @@ class ClientConnection(asyncio.Protocol):
         self._pending: dict[int, Answered] = {}
         self._parts: dict[int, list[bytes]] = {}
         self._closing = False
-        self._refusal: QueueError | None = None
+        self._rejection: QueueError | None = None
         self._cause: Exception | None = None
-        self._gone = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self.greeting: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.hello: dict[str, Any] = {}
 
-    # Asking
+    # Requests
 
     def check(self) -> None:
-        """Raise ``BackendUnavailable`` if the connection is gone."""
+        """Raise ``BackendUnavailable`` if the connection is lost or closed."""
         if self.write_buffer.closed or self._closing:
             raise self._error()
 
-    def tell(self, kind: int, number: int, body: bytes = b"") -> None:
-        """Send a frame that gets no answer of its own."""
+    def send(self, kind: int, number: int, body: bytes = b"") -> None:
+        """Send a frame that has no response."""
         self.write_buffer.frame(kind, number, body)
 
-    def ask(self, kind: int, body: bytes, answered: Answered) -> int:
-        """Send a request; ``answered`` is called with the answer, or with the error."""
+    def send_request(self, kind: int, body: bytes, answered: Answered) -> int:
+        """Send a request; return its number.
+
+        Args:
+            kind: Kind of the frame.
+            body: Body of the frame.
+            answered: Called with the response or the error.
+        """
         self.check()
         self._number = number = (self._number + 1) & 0xFFFF_FFFF
         self._pending[number] = answered
@@ -85,61 +107,63 @@ class ClientConnection(asyncio.Protocol):
         return number
 
     def begin(self, kind: int, body: bytes = b"") -> tuple[int, asyncio.Future[bytes]]:
-        """Send a request; its number, and the answer to wait for."""
+        """Send a request; return its number and the future of its response."""
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def answered(answer: bytes | QueueError) -> None:
             if future.done():
-                return  # whoever asked has gone
+                return  # the caller was cancelled
             if isinstance(answer, QueueError):
                 future.set_exception(answer)
-                retrieve_exception(future)  # the caller may have gone, with others to await first
+                retrieve_exception(future)  # the caller may never await the future
             else:
                 future.set_result(answer)
 
-        return self.ask(kind, body, answered), future
+        return self.send_request(kind, body, answered), future
 
     async def request(self, kind: int, body: bytes = b"") -> bytes:
-        """Send a request and wait for its answer; raises what the owner raised."""
+        """Send a request and return its response; raise the owner's error if it fails."""
         return await self.begin(kind, body)[1]
 
     async def aclose(self) -> None:
-        """Write what is left and hang up."""
+        """Flush and close the connection; abort it if the owner does not read in time."""
         self._closing = True
         self.write_buffer.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT):
-                await self._gone.wait()
-        except TimeoutError:  # the owner does not read
+                await self._disconnected.wait()
+        except TimeoutError:  # the owner is not reading
             self._transport.abort()
-            await self._gone.wait()
+            await self._disconnected.wait()
 
-    # What the transport says
+    # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is there: say what is spoken here."""
+        """Send the magic bytes, which include the protocol version."""
         self._transport = cast("asyncio.Transport", transport)
-        self.write_buffer = WriteBuffer(self._transport)
+        self.write_buffer: WriteBuffer = WriteBuffer(self._transport)
         self.write_buffer.write(protocol.MAGIC)
 
     def data_received(self, data: bytes) -> None:
-        """Answers, and what the owner pushes."""
+        """Handle responses and pushed frames; disconnect if the data is invalid."""
         try:
             for kind, number, body in self._frames.feed(data):
-                self._take(kind, number, body)
+                self._handle_frame(kind, number, body)
         except QueueError as error:
-            logger.warning("the owner of %s cannot be understood: %s", self._path.parent, error)
-            self._refusal = error
+            logger.warning(
+                "the owner of %s sent invalid data; disconnecting: %s", self._path.parent, error
+            )
+            self._rejection = error
             self._transport.abort()
 
-    def _take(self, kind: int, number: int, body: bytes) -> None:
+    def _handle_frame(self, kind: int, number: int, body: bytes) -> None:
         if kind == protocol.OK:
             if number in self._parts:
                 body = b"".join((*self._parts.pop(number), body))
             self._pending.pop(number)(body)
         elif kind == protocol.ERROR:
-            if number == 0:  # about the connection itself; its end follows
-                self._refusal = decode_error(body)
+            if number == 0:  # the owner rejects the connection and closes it
+                self._rejection = decode_error(body)
             else:
                 self._parts.pop(number, None)
                 self._pending.pop(number)(decode_error(body))
@@ -152,33 +176,33 @@ class ClientConnection(asyncio.Protocol):
             self._push(kind, number, body)
 
     def pause_writing(self) -> None:
-        """The owner does not keep up."""
+        """Pause writers because the owner reads too slowly."""
         self.write_buffer.pause()
 
     def resume_writing(self) -> None:
-        """The owner reads again."""
+        """Resume writers because the owner has caught up."""
         self.write_buffer.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail whatever waits; nothing will ever be answered."""
-        self._cause = exc or self._refusal or EOFError("the owner hung up")
+        """Fail all pending requests; call ``lost`` unless this process closed the connection."""
+        self._cause = exc or self._rejection or EOFError("the owner closed the connection")
         self.write_buffer.lost()
         if not self.greeting.done():
             self.greeting.set_exception(self._error())
-            retrieve_exception(self.greeting)  # its waiters may have been cancelled
+            retrieve_exception(self.greeting)  # the waiting caller may have been cancelled
         pending, self._pending = self._pending, {}
         for answered in pending.values():
             answered(self._error())
-        self._gone.set()
+        self._disconnected.set()
         if not self._closing:
             self._lost(self._error())
 
     def _error(self) -> BackendUnavailable:
         if self._closing:
-            return BackendUnavailable("this backend was closed", backend="native")
-        said = f": {self._refusal.message}" if self._refusal is not None else ""
+            return BackendUnavailable("the backend was closed", backend="native")
+        reason = f": {self._rejection.message}" if self._rejection is not None else ""
         return BackendUnavailable(
-            f"the connection to the owner of {self._path.parent} broke{said}",
+            f"lost the connection to the owner of {self._path.parent}{reason}",
             backend="native",
             cause=self._cause,
         )

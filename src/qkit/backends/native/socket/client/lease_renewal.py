@@ -1,7 +1,7 @@
-"""The leases that a client has of a directory's owner, renewed by a thread while the loop blocks.
+"""Lease renewal for a client whose event loop is blocked.
 
-In the owner's own process a blocked loop blocks the expiry of leases too; a client's leases run on
-in another process.
+The leases of a client expire in the owner's process, even while the client is blocked. Consumers in
+the owner's process need no such renewal, because a blocked loop there also delays lease expiry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ __all__ = ["ClientLeaseRenewal"]
 
 
 class ClientLeaseRenewal(LeaseRenewal):
-    """``add`` names dicts of receipt to lease, which the loop changes."""
+    """Lease renewal thread of one connection to the owner.
+
+    Args:
+        path: Path of the socket.
+        session: Session number of the connection that holds the leases, from the owner's HELLO.
+    """
 
     def __init__(self, path: Path, session: int) -> None:
         super().__init__()
@@ -30,17 +35,22 @@ class ClientLeaseRenewal(LeaseRenewal):
         self._connection: socket.socket | None = None
 
     def add(self, number: int, leases: dict[int, float]) -> None:
-        """Keep the leases of this subscription."""
+        """Start renewing the leases of a subscription.
+
+        Args:
+            number: Number of the subscription.
+            leases: Length of each lease in seconds, by receipt; the event loop modifies this dict.
+        """
         self._held[number] = leases
         if self._thread is None and self._connection is None:
-            self._connect()  # now: an owner that is busy when it is needed will have accepted it
+            self._connect()  # the owner may be too busy to accept a connection later
 
     def remove(self, number: int) -> None:
-        """It was left, or broke."""
+        """Stop renewing the leases of a subscription."""
         self._held.pop(number, None)
 
-    def shortest(self) -> float:
-        """The shortest lease of all subscriptions."""
+    def shortest_lease(self) -> float:
+        """Return the length of the shortest lease in seconds; infinity if there is none."""
         return min((lease for _, _, lease in self._leases()), default=math.inf)
 
     def _leases(self) -> list[tuple[int, int, float]]:
@@ -52,7 +62,11 @@ class ClientLeaseRenewal(LeaseRenewal):
         ]
 
     def renew(self, timeout: float) -> None:
-        """One frame for all of them."""
+        """Renew all leases with one frame.
+
+        Args:
+            timeout: Seconds that sending the frame may take.
+        """
         connection = self._connection or self._connect()
         if connection is None:
             return
@@ -61,20 +75,20 @@ class ClientLeaseRenewal(LeaseRenewal):
             body = protocol.encode_renewals(self._session, self._leases())
             connection.sendall(protocol.frame(protocol.RENEW, 0, body))
         except OSError as error:
-            self.hang_up()
-            logger.warning("leases could not be renewed while the loop is blocked: %s", error)
+            self.disconnect()
+            logger.warning("could not renew leases while the event loop is blocked: %s", error)
 
     def _connect(self) -> socket.socket | None:
         try:
             self._connection = connect(self._path)
             self._connection.sendall(protocol.MAGIC)
-        except OSError as error:  # BackendUnavailable is one too
-            self.hang_up()
-            logger.warning("no connection for the renewal of leases: %s", error)
+        except OSError as error:  # includes BackendUnavailable
+            self.disconnect()
+            logger.warning("could not connect to the owner to renew leases: %s", error)
         return self._connection
 
-    def hang_up(self) -> None:
-        """Close the connection."""
+    def disconnect(self) -> None:
+        """Close the renewal connection."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.close()

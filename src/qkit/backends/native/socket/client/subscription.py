@@ -1,4 +1,4 @@
-"""The client's side of a subscription: asks for deliveries, hands them out, settles them."""
+"""Client end of a subscription to a queue of the owner."""
 
 from __future__ import annotations
 
@@ -24,16 +24,23 @@ from qkit.errors import (
 
 __all__ = ["SocketSubscription"]
 
-UNRECEIVED_RETURN_SECONDS: Final = 0.25  # then deliveries that no receive() takes go back
-SETTLE_TIMEOUT: Final = 10.0  # a settlement is not waited for longer than this
+UNRECEIVED_RETURN_SECONDS: Final = 0.25  # delay before unreceived deliveries are released
+SETTLE_TIMEOUT: Final = 10.0  # seconds to wait for the response to a settlement
 
 
 class SocketSubscription:
-    """A live claim on a queue of the owner's engine.
+    """Subscription to a queue of the owner's engine.
 
-    Deliveries come only against credit, which ``receive`` gives and takes back when it is
-    cancelled. Those that were on their way by then are for the next ``receive``; if none comes
-    soon they go back uncharged, so that a paused consumer keeps nothing from the others.
+    The owner sends deliveries only against credit. ``receive`` grants credit and withdraws it when
+    cancelled. Deliveries that arrive after that are kept for the next ``receive``. If it is not
+    called within ``UNRECEIVED_RETURN_SECONDS``, they are released without counting an attempt, so
+    that a paused consumer does not keep messages from other consumers.
+
+    Args:
+        connection: Connection to the owner.
+        queue: Name of the queue.
+        lease_renewal: Thread that renews leases while the event loop is blocked; ``None`` for no
+            renewal.
     """
 
     def __init__(
@@ -44,43 +51,53 @@ class SocketSubscription:
         self._lease_renewal = lease_renewal
         self._loop = asyncio.get_running_loop()
         self._arrivals: Arrivals[Delivery] = Arrivals(
-            unclaimed=self._give_back, after=UNRECEIVED_RETURN_SECONDS, left=self._withdraw_credit
+            unclaimed=self._release_unclaimed,
+            after=UNRECEIVED_RETURN_SECONDS,
+            left=self._withdraw_credit,
         )
-        self._leases: dict[int, float] = {}  # of all that is held; the renewing thread reads it
+        self._leases: dict[int, float] = {}  # seconds by receipt; the renewal thread reads it
         self._serial = 0
-        self._asked = 0  # the credit that the owner has
+        self._credit = 0  # credit that the owner has not used yet
         self._stopped = False
-        self._broken = False
-        self.number = 0
+        self._lost = False
+        self.number: int = 0
 
-    # Its life
+    # Open and close
 
     async def open(self, spec: SubscriptionSpec) -> None:
-        """Subscribe; raises what the owner raises."""
+        """Open the subscription at the owner; raise the owner's error if it fails."""
         self.number, opened = self._connection.begin(
             protocol.SUBSCRIBE, protocol.encode_record(spec, leave_out=("needs_delay",))
         )
         try:
             await opened
-        except asyncio.CancelledError:  # the owner may have opened it already
+        except asyncio.CancelledError:  # the owner may already have opened it
             with contextlib.suppress(QueueError):
-                self._connection.ask(protocol.LEAVE, protocol.encode_number(self.number), _ignore)
+                self._connection.send_request(
+                    protocol.LEAVE, protocol.encode_number(self.number), _ignore
+                )
             raise
         if self._lease_renewal is not None:
             self._lease_renewal.add(self.number, self._leases)
 
     async def leave(self) -> None:
-        """Give back what is held, uncharged; returns once others can have it."""
+        """Close the subscription; return once the owner has released its deliveries.
+
+        No attempt is counted for the released deliveries.
+        """
         self._stopped = True
         self._arrivals.stop()
-        self._forget()
-        with contextlib.suppress(BackendUnavailable):  # then the claim ended with the connection
+        self._discard_deliveries()
+        with contextlib.suppress(BackendUnavailable):  # a lost connection closes it too
             await self._connection.request(protocol.LEAVE, protocol.encode_number(self.number))
 
     def lost(self, error: QueueError) -> None:
-        """It broke: the connection did, the queue is gone, or the engine was closed."""
-        self._broken = True
-        self._forget()
+        """Make ``receive`` raise ``SubscriptionLost``.
+
+        Called after the connection was lost, the queue was deleted or the engine was closed.
+        """
+        self._lost = True
+        self._discard_deliveries()
         loss = SubscriptionLost(
             error.message,
             backend="native",
@@ -90,80 +107,80 @@ class SocketSubscription:
         )
         self._arrivals.fail(loss, drop=True)
 
-    def _forget(self) -> None:
-        """Nothing that it holds can be settled any more, or need be."""
+    def _discard_deliveries(self) -> None:
+        """Discard all deliveries and leases, which can no longer be settled."""
         self._arrivals.drain()
         self._leases.clear()
         if self._lease_renewal is not None:
             self._lease_renewal.remove(self.number)
 
-    # Receiving
+    # Receive
 
     async def receive(self, limit: int) -> list[Delivery]:
-        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+        """Wait for messages; return up to ``limit`` deliveries, or an empty list once stopped.
 
-        Raises ``SubscriptionLost`` when the connection breaks, the queue is deleted or the engine
-        closed.
+        Raises:
+            SubscriptionLost: The connection was lost, the queue was deleted, the engine was closed,
+                or its disk failed.
         """
-        return await self._arrivals.take(limit, self._ask)
+        return await self._arrivals.take(limit, self._grant_credit)
 
-    def _ask(self, limit: int) -> None:
-        if limit > self._asked:
-            self._credit(limit)
+    def _grant_credit(self, limit: int) -> None:
+        if limit > self._credit:
+            self._set_credit(limit)
 
     def _withdraw_credit(self) -> None:
-        if self._asked and not self._stopped and not self._broken:
-            self._credit(0)
+        if self._credit and not self._stopped and not self._lost:
+            self._set_credit(0)
 
-    def _credit(self, wanted: int) -> None:
-        """Tell the owner how many deliveries are wanted now."""
+    def _set_credit(self, wanted: int) -> None:
         self._serial += 1
-        self._asked = wanted
+        self._credit = wanted
         credit = protocol.encode_credit(self._serial, wanted)
-        self._connection.tell(protocol.CREDIT, self.number, credit)
+        self._connection.send(protocol.CREDIT, self.number, credit)
 
     def deliver(self, body: bytes) -> None:
-        """Deliveries arrived; or none, and the owner woke us all the same."""
+        """Handle the body of a DELIVERIES frame, which may contain no deliveries."""
         serial, deliveries = protocol.decode_deliveries(self._queue, body)
         if serial == self._serial:
-            self._asked = 0
+            self._credit = 0
         for delivery in deliveries:
             if delivery.lease is not None:
                 self._leases[delivery.receipt_of(int, "native", "receive")] = delivery.lease
         if deliveries and self._lease_renewal is not None:
             self._lease_renewal.wake()
         if self._stopped:
-            self._give_back(deliveries)
+            self._release_unclaimed(deliveries)
         elif deliveries:
             self._arrivals.put(deliveries)
         else:
             self._arrivals.wake()
 
-    def _give_back(self, deliveries: Sequence[Delivery]) -> None:
-        """Release deliveries that no ``receive`` takes, uncharged: others may have them."""
+    def _release_unclaimed(self, deliveries: Sequence[Delivery]) -> None:
+        """Release deliveries that no ``receive`` took, without counting an attempt."""
         if deliveries:
             self._request([_release(delivery, 0.0, count_attempt=False) for delivery in deliveries])
 
     async def stop(self) -> None:
-        """Fetch no more and let a parked ``receive`` go; what was delivered can be settled."""
+        """Stop fetching and wake a waiting ``receive``; held deliveries can still be settled."""
         if self._stopped:
             return
         self._stopped = True
         self._arrivals.stop()
-        self._give_back(self._arrivals.drain())
-        if not self._broken:
+        self._release_unclaimed(self._arrivals.drain())
+        if not self._lost:
             with contextlib.suppress(BackendUnavailable):
                 await self._connection.request(protocol.STOP, protocol.encode_number(self.number))
 
-    # Settling
+    # Settle
 
     async def ack(self, delivery: Delivery) -> None:
-        """The work is done: remove the message."""
+        """Remove the message from the queue."""
         await self._settle(_ack(delivery), delivery)
         delivery.receipt = None
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
-        """Remove several messages in one round trip."""
+        """Remove several messages in one round trip; return each message's error or ``None``."""
         results = await self._settle_many(_ack, deliveries)
         for delivery, error in zip(deliveries, results, strict=True):
             if error is None:
@@ -173,21 +190,24 @@ class SocketSubscription:
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
-        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        """Return the message to the queue after ``delay`` seconds, with the envelope's headers."""
         await self._settle(_release(delivery, delay, count_attempt=count_attempt), delivery)
         delivery.receipt = None
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
-        """Move the end of the lease to ``seconds`` from now."""
+        """Extend the lease so that it ends ``seconds`` from now."""
         await self._settle(_extend(delivery, seconds), delivery)
 
     async def extend_many(
         self, deliveries: Sequence[Delivery], seconds: float
     ) -> list[QueueError | None]:
-        """Move the ends of several leases in one round trip.
+        """Extend several leases in one round trip, so that they end ``seconds`` from now.
+
+        Returns:
+            For each delivery, in order, its error or ``None``.
 
         Raises:
-            SubscriptionLost: The owner did not answer; no lease was extended.
+            SubscriptionLost: The connection was lost, or the owner did not respond in time.
         """
         results = await self._settle_many(partial(_extend, seconds=seconds), deliveries)
         for error in results:
@@ -198,30 +218,30 @@ class SocketSubscription:
     async def _settle(self, item: protocol.SettleItem, delivery: Delivery) -> None:
         (error,) = await self._request([item])
         if error is not None:
-            raise _about(error, delivery) from error.cause
+            raise _with_context(error, delivery) from error.cause
 
     async def _settle_many(
         self, item_of: Callable[[Delivery], protocol.SettleItem], deliveries: Sequence[Delivery]
     ) -> list[QueueError | None]:
-        """Settle in one frame. One that was settled before fails alone, not the others."""
+        """Settle deliveries with one frame; return each delivery's error or ``None``."""
         results: list[QueueError | None] = [None] * len(deliveries)
         items: dict[int, protocol.SettleItem] = {}
-        for place, delivery in enumerate(deliveries):
+        for index, delivery in enumerate(deliveries):
             try:
-                items[place] = item_of(delivery)
-            except MessageNotFound as error:
-                results[place] = error
+                items[index] = item_of(delivery)
+            except MessageNotFound as error:  # already settled
+                results[index] = error
         if items:
             errors = await self._request(list(items.values()))
-            for place, problem in zip(items, errors, strict=True):
+            for index, problem in zip(items, errors, strict=True):
                 if problem is not None:
-                    results[place] = _about(problem, deliveries[place])
+                    results[index] = _with_context(problem, deliveries[index])
         return results
 
     def _request(
         self, items: Sequence[protocol.SettleItem]
     ) -> asyncio.Future[list[QueueError | None]]:
-        """Send one SETTLE frame; the future gets an error for each item that failed."""
+        """Send one SETTLE frame; return a future with each item's error or ``None``."""
         future: asyncio.Future[list[QueueError | None]] = self._loop.create_future()
 
         def answered(answer: bytes | QueueError) -> None:
@@ -230,20 +250,22 @@ class SocketSubscription:
             if isinstance(answer, QueueError):
                 errors = [answer] * len(items)
             else:
-                for place, error in decode_failures(answer).items():
-                    errors[place] = error
+                for index, error in decode_failures(answer).items():
+                    errors[index] = error
             for item, problem in zip(items, errors, strict=True):
-                if _is_over(item, problem):
-                    # Not before: while the owner has not heard of it, the lease must not end.
+                if _ends_lease(item, problem):
+                    # Stop renewing only now: the lease must last until the owner has responded.
                     self._leases.pop(item.receipt, None)
             if not future.done():
                 future.set_result(errors)
 
-        silence = BackendUnavailable(f"no answer within {SETTLE_TIMEOUT:g} s", backend="native")
-        timer = self._loop.call_later(SETTLE_TIMEOUT, answered, silence)
+        timeout_error = BackendUnavailable(
+            f"the owner did not respond within {SETTLE_TIMEOUT:g} s", backend="native"
+        )
+        timer = self._loop.call_later(SETTLE_TIMEOUT, answered, timeout_error)
         try:
-            body = protocol.encode_settlings(self.number, items)
-            self._connection.ask(protocol.SETTLE, body, answered)
+            body = protocol.encode_settlements(self.number, items)
+            self._connection.send_request(protocol.SETTLE, body, answered)
         except QueueError as error:
             answered(error)
         return future
@@ -265,8 +287,11 @@ def _release(delivery: Delivery, delay: float, *, count_attempt: bool) -> protoc
     return protocol.SettleItem(protocol.RELEASE, receipt, delay, count_attempt, headers)
 
 
-def _about(error: QueueError, delivery: Delivery) -> QueueError:
-    """The error of a settlement, told of its delivery; without the owner there is no claim."""
+def _with_context(error: QueueError, delivery: Delivery) -> QueueError:
+    """Add the delivery's queue and message id to the error of a settlement.
+
+    Convert ``BackendUnavailable`` to ``SubscriptionLost``, because leases end with the connection.
+    """
     if not isinstance(error, BackendUnavailable):
         error.located(queue=delivery.queue, message_id=delivery.envelope.id)
         return error
@@ -280,8 +305,8 @@ def _about(error: QueueError, delivery: Delivery) -> QueueError:
     )
 
 
-def _is_over(item: protocol.SettleItem, error: QueueError | None) -> bool:
-    """Whether there is no lease any more after this answer."""
+def _ends_lease(item: protocol.SettleItem, error: QueueError | None) -> bool:
+    """Return whether this response means that the delivery's lease has ended."""
     if error is None:
         return item.what != protocol.EXTEND
     return isinstance(error, AckDeadlineExceeded | MessageNotFound)

@@ -1,4 +1,4 @@
-"""The owner's side of the socket: frames and JSON lines.
+"""Owner's end of the socket: a server for frames and JSON lines.
 
 May import: ``native``, ``backends.native``, ``backends.native.socket``.
 """

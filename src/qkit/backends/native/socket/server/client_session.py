@@ -1,4 +1,4 @@
-"""The owner's side of one client: its frames become calls of the backend, and answers."""
+"""Server side of a client's connection: calls the backend and sends the responses."""
 
 from __future__ import annotations
 
@@ -23,12 +23,20 @@ from qkit.message import DeadLetter
 
 __all__ = ["ClientSession"]
 
-MAX_ANSWERS: Final = 256  # requests of one client under way before it is read no further
-MAX_EVENTS: Final = 4 << 20  # bytes that a client may leave unread before it misses events
+MAX_ANSWERS: Final = 256  # running requests of a client at which reading pauses
+MAX_EVENTS: Final = 4 << 20  # unsent bytes at which events for a client are dropped
 
 
 class ClientSession:
-    """One client that speaks frames; ``sessions`` are all of them, by their sessions."""
+    """Session of one client that sends frames.
+
+    Args:
+        backend: Backend that the client calls.
+        transport: Transport of the connection.
+        write_buffer: Write buffer of the connection.
+        sessions: All sessions of the server by session number; this session adds itself.
+        max_frame: Maximum size in bytes of a frame from the client.
+    """
 
     def __init__(
         self,
@@ -43,7 +51,7 @@ class ClientSession:
         self._transport = transport
         self._write_buffer = write_buffer
         self._sessions = sessions
-        self._frames: protocol.FrameDecoder | None = None  # until the magic word was heard
+        self._frames: protocol.FrameDecoder | None = None  # set after the magic bytes
         self._max_frame = max_frame
         self._session = secrets.randbits(64)
         self._subscriptions: dict[int, ServerSubscription] = {}
@@ -51,18 +59,21 @@ class ClientSession:
         self._answering: set[asyncio.Task[None]] = set()
         self._event_flags = 0
 
-    # The connection
+    # Connection
 
     def feed(self, data: bytes) -> None:
-        """Take what arrived; what is no frame ends the connection with a word why."""
+        """Handle received data; if it is invalid, send an error and close the connection."""
         try:
             if self._frames is None:
                 data = self._greet(data)
                 self._frames = protocol.FrameDecoder(self._max_frame)
             for kind, number, body in self._frames.feed(data):
-                self._take(kind, number, body)
+                self._handle_frame(kind, number, body)
         except protocol.ProtocolError as error:
-            logger.warning("a client of the native directory was cut off: %s", error.message)
+            logger.warning(
+                "a client of the native directory sent invalid data; disconnecting: %s",
+                error.message,
+            )
             self._write_buffer.frame(protocol.ERROR, 0, encode_error(error))
             self._write_buffer.close()
 
@@ -70,8 +81,8 @@ class ClientSession:
         magic, rest = data[: len(protocol.MAGIC)], data[len(protocol.MAGIC) :]
         if magic != protocol.MAGIC:
             raise protocol.ProtocolError(
-                f"this owner speaks version {protocol.MAGIC[-1]} of the protocol, the client "
-                "does not: run the same version of qkit in both processes"
+                f"the owner requires version {protocol.MAGIC[-1]} of the protocol, but the client "
+                "uses another version: run the same version of qkit in both processes"
             )
         self._sessions[self._session] = self
         hello = {
@@ -83,11 +94,11 @@ class ClientSession:
         return rest
 
     def end_of_input(self) -> bool:
-        """The client hung up: nothing will ever be read again."""
+        """Return ``False``, because a client that closed its write half does not read either."""
         return False
 
     def apply_backpressure(self) -> None:
-        """Read no further while the client does not read, or has enough under way."""
+        """Pause reading while the client does not read responses or many requests are running."""
         if self._transport.is_closing():
             return
         reading = not self._write_buffer.paused and len(self._answering) < MAX_ANSWERS
@@ -98,13 +109,13 @@ class ClientSession:
                 self._transport.pause_reading()
 
     def lost(self) -> None:
-        """The connection is gone. Without a goodbye, so is the client: its attempts count."""
+        """Close all subscriptions; a client that did not send CLOSE is treated as crashed."""
         self._sessions.pop(self._session, None)
         for subscription in self._subscriptions.values():
             subscription.leave(crashed=True)
 
     async def aclose(self, grace: float) -> None:
-        """Answer what is under way, give back what the client holds."""
+        """Wait up to ``grace`` seconds for running requests, then close all subscriptions."""
         if self._transport.is_reading():
             self._transport.pause_reading()
         if self._answering:
@@ -115,7 +126,7 @@ class ClientSession:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def send_event(self, kind: int, letter: DeadLetter) -> None:
-        """Tell the client of a dead letter if it asked; one that does not read misses some."""
+        """Send a dead letter to a client that listens for ``kind``, unless it reads too slowly."""
         if (
             self._event_flags & protocol.EVENT_FLAGS[kind]
             and self._write_buffer.waiting < MAX_EVENTS
@@ -124,7 +135,7 @@ class ClientSession:
 
     # Frames
 
-    def _take(self, kind: int, number: int, body: bytes) -> None:
+    def _handle_frame(self, kind: int, number: int, body: bytes) -> None:
         if kind == protocol.CREDIT:
             serial, wanted = protocol.decode_credit(body)
             if (subscription := self._subscriptions.get(number)) is not None:
@@ -132,12 +143,12 @@ class ClientSession:
         elif (work := self._request(kind, number, body)) is not None:
             self._answer(number, work)
         else:
-            self._notification(kind, number, body)
+            self._handle_notification(kind, number, body)
 
     def _request(
         self, kind: int, number: int, body: bytes
     ) -> Coroutine[object, object, bytes] | None:
-        """Return the work that gives the answer; ``None`` for a frame without an answer."""
+        """Return a coroutine for the response; ``None`` if ``_handle_notification`` applies."""
         match kind:
             case protocol.PUBLISH:
                 return self._publish(body)
@@ -152,13 +163,13 @@ class ClientSession:
             case protocol.ADMINISTER:
                 return self._administer(number, body)
             case protocol.PING:
-                return _nothing(self._backend.ping())
+                return _empty_answer(self._backend.ping())
             case _:
                 return None
 
-    def _notification(self, kind: int, number: int, body: bytes) -> None:
+    def _handle_notification(self, kind: int, number: int, body: bytes) -> None:
         match kind:
-            case protocol.SUBSCRIBE:  # answered once it is open
+            case protocol.SUBSCRIBE:  # the response is sent once the subscription is open
                 self._subscribe(number, body)
             case protocol.LISTEN:
                 self._event_flags = protocol.decode_number(body)
@@ -170,7 +181,7 @@ class ClientSession:
                 for subscription in self._subscriptions.values():
                     subscription.leave()
             case _:
-                raise protocol.ProtocolError(f"{kind} is no kind of frame that this owner knows")
+                raise protocol.ProtocolError(f"unknown kind of frame: {kind}")
 
     def _answer(self, number: int, work: Coroutine[object, object, bytes]) -> None:
         self._start(self._answering, self._answered(number, work), "answer")
@@ -182,24 +193,26 @@ class ClientSession:
             body = await work
         except Exception as error:
             if not isinstance(error, QueueError):
-                logger.exception("a request of a client of the native directory failed")
+                logger.exception(
+                    "unexpected error in a request from a client of the native directory"
+                )
             self._write_buffer.frame(protocol.ERROR, number, encode_error(error))
         else:
             self._write_buffer.frame(protocol.OK, number, body)
-        self._write_buffer.flush()  # the client goes on while the next request is dealt with
+        self._write_buffer.flush()  # the client can continue while the next request runs
 
     def _start(
         self,
-        among: set[asyncio.Task[None]],
+        tasks: set[asyncio.Task[None]],
         work: Coroutine[object, object, None],
-        what: str,
+        name: str,
     ) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=f"qkit socket {what}")
-        among.add(task)
-        task.add_done_callback(self._forget)
+        task = asyncio.create_task(work, name=f"qkit socket {name}")
+        tasks.add(task)
+        task.add_done_callback(self._task_done)
         return task
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         self._subscribing.discard(task)
         if task in self._answering:
             self._answering.discard(task)
@@ -217,7 +230,7 @@ class ClientSession:
         return b""
 
     async def _administer(self, number: int, body: bytes) -> bytes:
-        """One call of ``Admin``; messages come as messages, everything else as JSON."""
+        """Call a method of ``Admin``; encode messages in binary, other results as JSON."""
         backend = self._backend
         match protocol.decode_json(body):
             case ["queues"]:
@@ -239,7 +252,7 @@ class ClientSession:
                 await backend.delete(queue)
                 return protocol.encode_json(None)
             case _:
-                raise protocol.ProtocolError("a call that this owner does not know")
+                raise protocol.ProtocolError(f"unknown administrative call: {body[:80]!r}")
 
     def _subscribe(self, number: int, body: bytes) -> None:
         subscription = self._subscriptions[number] = ServerSubscription(number, self._write_buffer)
@@ -248,18 +261,20 @@ class ClientSession:
     async def _serve(self, number: int, subscription: ServerSubscription, body: bytes) -> None:
         opened = False
 
-        def open_it() -> None:
+        def confirm() -> None:
             nonlocal opened
             opened = True
             self._write_buffer.frame(protocol.OK, number)
 
         try:
             await subscription.run(
-                self._backend, protocol.decode_record(SubscriptionSpec, body), open_it
+                self._backend, protocol.decode_record(SubscriptionSpec, body), confirm
             )
         except Exception as error:
             if not isinstance(error, QueueError):
-                logger.exception("a subscription of a client of the native directory failed")
+                logger.exception(
+                    "unexpected error in a client's subscription to the native directory"
+                )
             kind = protocol.LOST if opened else protocol.ERROR
             self._write_buffer.frame(kind, number, encode_error(error))
         finally:
@@ -271,20 +286,22 @@ class ClientSession:
         return b""
 
     async def _leave(self, number: int) -> bytes:
-        """The answer comes when everything is given back, so that others can have it."""
+        """Close a subscription; return once all its deliveries are released."""
         if (subscription := self._subscriptions.get(number)) is not None:
             subscription.leave()
             await subscription.ended.wait()
         return b""
 
     async def _settle(self, body: bytes) -> bytes:
-        """The errors of those that failed, by their places; nothing if none did."""
-        number, items = protocol.decode_settlings(body)
+        """Settle deliveries; return the encoded errors by index.
+
+        If there is only one delivery, its error is raised instead.
+        """
+        number, items = protocol.decode_settlements(body)
         subscription = self._subscriptions.get(number)
         if subscription is None:
-            subscription = ServerSubscription(
-                number, self._write_buffer
-            )  # it was left: it refuses everything
+            # It was closed; settling on an empty subscription raises AckDeadlineExceeded.
+            subscription = ServerSubscription(number, self._write_buffer)
         if len(items) == 1:
             await subscription.settle(items[0])
             return b""
@@ -294,7 +311,7 @@ class ClientSession:
         return encode_failures(results)
 
     async def renew(self, leases: Sequence[tuple[int, int, float]]) -> None:
-        """Extend leases that this client's loop cannot; those that were settled stay so."""
+        """Extend leases of this client, whose event loop is blocked; log errors at debug level."""
         for number, receipt, seconds in leases:
             if (subscription := self._subscriptions.get(number)) is not None:
                 try:
@@ -302,10 +319,10 @@ class ClientSession:
                         protocol.SettleItem(protocol.EXTEND, receipt, seconds, False, {})
                     )
                 except QueueError as error:
-                    logger.debug("a lease was not renewed: %s", error)
+                    logger.debug("could not renew a lease: %s", error)
 
 
-async def _nothing(work: Awaitable[None]) -> bytes:
+async def _empty_answer(work: Awaitable[None]) -> bytes:
     await work
     return b""
 

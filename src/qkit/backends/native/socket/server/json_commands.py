@@ -1,7 +1,8 @@
-"""The engine's commands as JSON: what a person types into ``nc -U``, and scripts send.
+"""JSON commands on the engine, for scripts and for people who use ``nc -U``.
 
-A request is ``{"command": "queue.publish", "payload": {…}, "id": …}``, the answer the command's
-result, or ``{"error": {"type": …, "message": …}}``, with the same ``id`` if there was one.
+A request is ``{"command": "queue.publish", "payload": {…}, "id": …}``. The response is the result
+of the command or ``{"error": {"type": …, "message": …}}``, with the ``id`` of the request if it
+has one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated, Any, Final, NoReturn, TypeAlias, cast
+from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeAlias, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -33,25 +34,28 @@ MAX_SECONDS: Final = 1 << 53
 DEFAULT_PEEK_LIMIT: Final = 1
 DEFAULT_DEAD_LETTER_LIMIT: Final = 100
 DEFAULT_LEASE_SECONDS: Final = 30.0
-EXPIRED_RECEIPT_SECONDS: Final = 60.0  # so long a lease that ran out gets its own error
+# How long the receipt of an expired lease is kept. During this time, settling the delivery raises
+# AckDeadlineExceeded; later it raises MessageNotFound.
+EXPIRED_RECEIPT_SECONDS: Final = 60.0
 
-_NOT_GIVEN: Any = None  # the engine's default applies; ``null`` is refused
+_NOT_GIVEN: Any = None  # field not given, so the engine's default applies; ``null`` is rejected
 
 Limit: TypeAlias = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 PositiveSeconds: TypeAlias = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 class BadRequest(QueueError, ValueError):
-    """A command that cannot be understood; its text says what could be."""
+    """Invalid command or payload."""
 
 
-# The payloads, one model for each command. Optional fields may be ``null``: not given.
+# Payloads of the commands. If the default of a field is ``None``, ``null`` is the same as omitting
+# the field. The fields of CreatePayload are different; see ``_NOT_GIVEN``.
 
 
 class ListPayload(BaseModel):
-    """Payload of ``queue.list``; base of the others."""
+    """Payload of ``queue.list``, which has no fields; base class of the other payloads."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class QueuePayload(ListPayload):
@@ -61,7 +65,7 @@ class QueuePayload(ListPayload):
 
 
 class CreatePayload(QueuePayload):
-    """Payload of ``queue.create``; the engine checks the values."""
+    """Payload of ``queue.create``; the engine validates the values."""
 
     broadcast: bool = _NOT_GIVEN
     max_depth: int = _NOT_GIVEN
@@ -82,9 +86,9 @@ class PeekPayload(QueuePayload):
 
 
 class PublishPayload(QueuePayload):
-    """Payload of ``queue.publish``; the engine checks the options."""
+    """Payload of ``queue.publish``; the engine validates the options."""
 
-    message: Any  # any JSON value, also null
+    message: Any  # any JSON value, including null
     priority: int | None = None
     delay: float | None = None
     ttl: float | None = None
@@ -103,7 +107,7 @@ class ConsumePayload(QueuePayload):
 
 
 class AckPayload(QueuePayload):
-    """Payload of ``queue.ack``; names a delivery."""
+    """Payload of ``queue.ack``."""
 
     message_id: str
     receipt: str | None = None
@@ -122,16 +126,20 @@ class ExtendPayload(AckPayload):
 
 
 class RetryPayload(QueuePayload):
-    """Payload of ``queue.retry``: without ids, all dead letters of the queue."""
+    """Payload of ``queue.retry``; without ids, all dead letters of the queue are retried."""
 
     message_ids: list[str] | None = None
     message_id: str | None = None
 
 
 class Commands:
-    """The commands on one engine; each connection has a session of its own.
+    """JSON commands on one engine.
 
-    Receipts are known to all of them: ``nc`` consumes in one connection and acks in another.
+    Each connection has its own session. A receipt is valid in every session, so that one ``nc``
+    call can consume a message and another can ack it.
+
+    Args:
+        engine: Engine on which the commands run.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -139,22 +147,22 @@ class Commands:
         self._receipts: dict[str, tuple[Delivery, float]] = {}
 
     def session(self) -> CommandSession:
-        """The state of one connection."""
+        """Return the session of a new connection."""
         return CommandSession(self)
 
     def hold(self, delivery: Delivery, lease: float) -> str:
-        """A receipt for a delivery."""
+        """Store a delivery with a lease of ``lease`` seconds; return its receipt."""
         now = self.engine.clock.monotonic()
         for receipt, (_, until) in list(self._receipts.items()):
             if until > now:
-                break  # leases are much alike: this is the oldest that may still be needed
+                break  # the others are newer and usually expire later
             del self._receipts[receipt]
         receipt = secrets.token_hex(8)
         self._receipts[receipt] = delivery, now + lease + EXPIRED_RECEIPT_SECONDS
         return receipt
 
     def extended(self, receipt: str, lease: float) -> None:
-        """A lease has a new end."""
+        """Keep a receipt longer, because its lease now ends in ``lease`` seconds."""
         delivery, _ = self._receipts.pop(receipt)
         self._receipts[receipt] = (
             delivery,
@@ -162,17 +170,21 @@ class Commands:
         )
 
     def held(self, receipt: str) -> Delivery | None:
-        """The delivery of a receipt, unless it is settled or long lost."""
+        """Return a receipt's delivery; ``None`` if it was settled or its lease expired long ago."""
         entry = self._receipts.get(receipt)
         return None if entry is None else entry[0]
 
     def settled(self, receipt: str) -> None:
-        """Forget a receipt."""
+        """Remove the receipt of a settled delivery."""
         self._receipts.pop(receipt, None)
 
 
 class CommandSession:
-    """The commands of one connection, and what it consumed."""
+    """Session of one connection, which runs its commands and tracks its deliveries.
+
+    Args:
+        commands: Commands and receipts that all sessions share.
+    """
 
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
@@ -196,19 +208,23 @@ class CommandSession:
         }
 
     async def answer(self, line: bytes | None) -> bytes:
-        """The answer to one line; it never raises, whatever the line holds."""
+        """Run the command in one line and return the response, which may be an error.
+
+        Args:
+            line: The line, or ``None`` if it was too long.
+        """
         request: dict[str, Any] = {}
         try:
             if line is None:
-                raise BadRequest("this line is longer than the owner takes: send less at once")
+                raise BadRequest("the line is longer than the limit: send a smaller message")
             request = _request(line)
             result = await self._run(request)
         except QueueError as error:
             result = {"error": {"type": type(error).__name__, "message": str(error)}}
-        except ValueError as error:  # what the engine says of a delay or a time to live
+        except ValueError as error:  # from the engine, for example an invalid delay or TTL
             result = {"error": {"type": "BadRequest", "message": str(error)}}
         except Exception as error:
-            logger.exception("a JSON command failed")
+            logger.exception("unexpected error in a JSON command")
             result = {
                 "error": {"type": "QueueError", "message": f"{type(error).__name__}: {error}"}
             }
@@ -221,7 +237,7 @@ class CommandSession:
         found = self._handlers.get(name) if isinstance(name, str) else None
         if found is None:
             known = ", ".join(self._handlers)
-            raise BadRequest(f"command {name!r:.80} is unknown: use one of {known}")
+            raise BadRequest(f"unknown command {name!r:.80}: use one of {known}")
         model, handler = found
         return await handler(_payload(str(name), model, request.get("payload", {})))
 
@@ -264,7 +280,7 @@ class CommandSession:
         return {"message_id": sent.message_id, "position": sent.position}
 
     async def _consume(self, given: ConsumePayload) -> Answer:
-        """One message; with ``prefetch`` as many as that allows, in a list."""
+        """Consume one message or, with ``prefetch``, as many as the connection may still hold."""
         queue, prefetch = given.queue, given.prefetch
         lease = given.ack_deadline or DEFAULT_LEASE_SECONDS
         timeout = given.timeout or 0.0
@@ -309,20 +325,24 @@ class CommandSession:
         return {"success": True}
 
     def _delivery(self, given: AckPayload) -> tuple[tuple[str, str], str, Delivery]:
-        """The delivery that is meant: by its receipt, or the one this connection received."""
+        """Return the key, receipt and delivery of a message to settle or extend.
+
+        Without a receipt, the delivery that this connection consumed is used.
+        """
         key = queue, message_id = given.queue, given.message_id
         receipt = given.receipt or self._consumed.get(key)
         if receipt is None:
             raise MessageNotFound(
-                "this connection holds no such delivery: name the receipt that queue.consume gave",
+                "this connection has not consumed this message: pass the receipt from "
+                "queue.consume",
                 queue=queue,
                 message_id=message_id,
             )
         delivery = self._commands.held(receipt)
         if delivery is None or delivery.message_id != message_id:
             raise MessageNotFound(
-                "no delivery of this message has this receipt: it was settled, or its lease "
-                "ended long ago",
+                "the receipt is not valid for this message: the delivery was settled, or its "
+                "lease expired long ago",
                 queue=queue,
                 message_id=message_id,
             )
@@ -351,51 +371,51 @@ class CommandSession:
 
 def _request(line: bytes) -> dict[str, Any]:
     try:
-        request = json.loads(line, parse_constant=_refuse)
+        request = json.loads(line, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise BadRequest(
-            f"this line is no JSON ({error}): send one object on one line, such as "
+            f"invalid JSON ({error}): send one object on one line, such as "
             '{"command": "queue.list"}'
         ) from error
     if not isinstance(request, dict):
-        raise BadRequest('a request is an object, such as {"command": "queue.list"}')
+        raise BadRequest('expected an object, such as {"command": "queue.list"}')
     return cast("dict[str, Any]", request)
 
 
 def _payload(command: str, model: type[ListPayload], payload: object) -> ListPayload:
     if not isinstance(payload, dict):
-        raise BadRequest(f'{command}: payload is an object, such as {{"queue": "orders"}}')
+        raise BadRequest(f'{command}: expected an object as payload, such as {{"queue": "orders"}}')
     try:
         return model.model_validate(payload)
     except ValidationError as error:
         text = describe_errors(error, "payload")
         if any(item["type"] == "extra_forbidden" for item in error.errors()):
-            text += f". It takes {', '.join(model.model_fields) or 'no fields'}"
+            text += f". Allowed fields: {', '.join(model.model_fields) or 'none'}"
         raise BadRequest(f"{command}: {text}") from None
 
 
 def _as_json(value: object) -> bytes:
-    """Return a message's body: a body without a content type is JSON."""
+    """Encode a message body as compact JSON, which needs no content-type header."""
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a lone surrogate, which only an escape can carry
+    except UnicodeEncodeError:  # a lone surrogate must be escaped
         return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _as_value(body: bytes) -> object:
-    """Return the JSON value that a body holds, else its bytes as ``{"base64": …}``.
+    """Decode a body as JSON; return ``{"base64": …}`` if it is not valid JSON.
 
     >>> _as_value(b'{"a":1}'), _as_value(b"\\xff")
     ({'a': 1}, {'base64': '/w=='})
     """
     try:
-        return json.loads(body, parse_constant=_refuse)
+        return json.loads(body, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return {"base64": base64.b64encode(body).decode()}
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+def _reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _delivered(delivery: Delivery, receipt: str) -> Answer:

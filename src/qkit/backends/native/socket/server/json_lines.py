@@ -1,4 +1,4 @@
-"""Lines in, lines out: the part of the JSON commands that is about bytes."""
+"""Server side of a JSON-lines connection: splits the input and writes the responses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from qkit.backends.native.socket.write_buffer import WriteBuffer
 
 __all__ = ["MAX_LINE", "JsonLineSession"]
 
-MAX_LINE: Final = 16 << 20  # bytes
-MAX_WAITING: Final = 64  # lines of one connection before it is read no further
+MAX_LINE: Final = 16 << 20  # default limit in bytes
+MAX_PENDING: Final = 64  # unanswered lines of a connection at which reading pauses
 
 
 class JsonLineSession:
-    """A connection on which each line is answered with one, in order.
+    """Session that responds to each line with one line, in order.
 
-    ``answer`` gets a line, or ``None`` for one beyond ``max_line`` bytes. Whoever closes its
-    writing half, as ``nc`` does at the end of its input, still gets its answers.
+    A client that closes its write half, as ``nc`` does at the end of its input, still gets its
+    responses.
+
+    Args:
+        answer: Function that returns the response to a line; called with ``None`` for a line that
+            is too long.
+        transport: Transport of the connection.
+        write_buffer: Write buffer of the connection.
+        max_line: Maximum length of a line in bytes; 16 MiB by default.
     """
 
     def __init__(
@@ -36,13 +43,13 @@ class JsonLineSession:
         self._write_buffer = write_buffer
         self._max_line = max_line
         self._rest = bytearray()
-        self._skipping = False  # the rest of a line that was too long
+        self._skipping = False  # whether the current line is too long and is being skipped
         self._ended = False
-        self._waiting: deque[bytes | None] = deque()
+        self._pending: deque[bytes | None] = deque()
         self._task: asyncio.Task[None] | None = None
 
     def feed(self, data: bytes) -> None:
-        """Take what arrived."""
+        """Split received data into lines and respond to each."""
         self._rest += data
         *lines, rest = self._rest.split(b"\n")
         self._rest = rest
@@ -50,23 +57,23 @@ class JsonLineSession:
             if self._skipping:
                 self._skipping = False
             elif line.strip():
-                self._waiting.append(bytes(line) if len(line) <= self._max_line else None)
+                self._pending.append(bytes(line) if len(line) <= self._max_line else None)
         if len(rest) > self._max_line:
             rest.clear()
             if not self._skipping:
                 self._skipping = True
-                self._waiting.append(None)
-        self._go_on()
+                self._pending.append(None)
+        self._start_answering()
 
-    def _go_on(self) -> None:
-        if self._task is None and self._waiting:
-            self._task = asyncio.create_task(self._work(), name="qkit socket commands")
+    def _start_answering(self) -> None:
+        if self._task is None and self._pending:
+            self._task = asyncio.create_task(self._answer_all(), name="qkit socket commands")
         self.apply_backpressure()
 
-    async def _work(self) -> None:
+    async def _answer_all(self) -> None:
         try:
-            while self._waiting:
-                self._write_buffer.write(await self._answer(self._waiting.popleft()) + b"\n")
+            while self._pending:
+                self._write_buffer.write(await self._answer(self._pending.popleft()) + b"\n")
                 await self._write_buffer.drained()
                 self.apply_backpressure()
         finally:
@@ -75,23 +82,23 @@ class JsonLineSession:
                 self._write_buffer.close()
 
     def end_of_input(self) -> bool:
-        """Nothing more will come; true while there is something to answer, and somebody reads."""
+        """Handle the end of input; return whether the client is still waiting for responses."""
         if not self._ended:
-            self.feed(b"\n")  # the last line may have no end
+            self.feed(b"\n")  # the last line may lack a newline
             self._ended = True
         return self._task is not None and not self._hung_up()
 
     def _hung_up(self) -> bool:
-        """Whether both halves are closed; asyncio tells of the one that it reads."""
+        """Return whether the client closed both halves; asyncio reports only the read half."""
         poll = select.poll()
         poll.register(self._transport.get_extra_info("socket"), 0)
         return any(event & select.POLLHUP for _, event in poll.poll(0))
 
     def apply_backpressure(self) -> None:
-        """Read no further while the other side does not read, or waits for many answers."""
+        """Pause reading while the client does not read its responses or many lines are pending."""
         if self._ended or self._transport.is_closing():
             return
-        reading = not self._write_buffer.paused and len(self._waiting) < MAX_WAITING
+        reading = not self._write_buffer.paused and len(self._pending) < MAX_PENDING
         if reading != self._transport.is_reading():
             if reading:
                 self._transport.resume_reading()
@@ -99,13 +106,13 @@ class JsonLineSession:
                 self._transport.pause_reading()
 
     def lost(self) -> None:
-        """The connection is gone: nobody waits for answers."""
+        """Cancel the running command."""
         if self._task is not None:
             self._task.cancel()
 
     async def aclose(self, grace: float) -> None:
-        """Finish the line that is being answered, unless it takes too long."""
-        self._waiting.clear()
+        """Drop pending lines; wait up to ``grace`` seconds for the running command, then cancel."""
+        self._pending.clear()
         self._ended = True
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=grace)

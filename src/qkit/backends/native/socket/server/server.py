@@ -1,7 +1,7 @@
-"""The owner's socket: accept connections and detect the protocol.
+"""Server on the owner's socket: accepts connections and detects their protocol.
 
-The first byte tells the two protocols apart: frames (``protocol``) for programs, lines of JSON
-(``json_commands``) for people and scripts.
+The first byte that a client sends selects the protocol: frames (``protocol``) for qkit's clients,
+JSON lines (``json_commands``) for people and scripts.
 """
 
 from __future__ import annotations
@@ -24,37 +24,42 @@ from qkit.native.engine import Engine
 
 __all__ = ["SocketServer"]
 
-CLOSE_GRACE_SECONDS: Final = 1.0  # seconds for what is under way when the owner closes
+CLOSE_GRACE_SECONDS: Final = 1.0  # time for running requests to finish when the owner closes
 
 
 class ProtocolHandler(Protocol):
-    """The server's side of a connection, in either protocol."""
+    """Handler for the protocol of one connection."""
 
     def feed(self, data: bytes) -> None:
-        """Take what arrived."""
+        """Handle received data."""
         ...
 
     def end_of_input(self) -> bool:
-        """Nothing more will arrive; whether something is still to be written."""
+        """Handle the end of input; return whether responses remain to be written."""
         ...
 
     def apply_backpressure(self) -> None:
-        """Pause or resume reading, depending on whether the client reads."""
+        """Pause or resume reading, depending on whether the client reads its responses."""
         ...
 
     def lost(self) -> None:
-        """The connection is gone."""
+        """Clean up after the connection is lost."""
         ...
 
     async def aclose(self, grace: float) -> None:
-        """Bring what is under way to its end within ``grace`` seconds."""
+        """Wait up to ``grace`` seconds for running requests, then cancel them."""
         ...
 
 
 class SocketServer:
-    """Serves a backend, and by JSON commands its engine, on a Unix socket.
+    """Unix socket server that accepts frames for a backend and JSON lines for its engine.
 
-    ``max_frame`` and ``max_line`` bound what a client may send at once, in bytes.
+    Args:
+        backend: Backend for clients that send frames.
+        engine: Engine for JSON commands.
+        path: Path of the socket.
+        max_frame: Maximum size in bytes of a frame from a client; 64 MiB by default.
+        max_line: Maximum length in bytes of a JSON line from a client; 16 MiB by default.
 
     >>> import tempfile
     >>> from qkit.backends.native import NativeBackend
@@ -94,9 +99,14 @@ class SocketServer:
         self._listening = False
 
     async def start(self) -> None:
-        """Listen. Raises ``ConfigError`` if something other than a socket is in the way."""
+        """Start listening.
+
+        Raises:
+            ConfigError: The path exists and is not a socket.
+            LifecycleError: The server is already started.
+        """
         if self._server is not None:
-            raise LifecycleError("this socket is served already", backend="native")
+            raise LifecycleError("the socket server is already started", backend="native")
         listening = listen(self._path)
         self._inode = listening.inode
         if not self._listening:
@@ -109,7 +119,7 @@ class SocketServer:
         )
 
     async def aclose(self) -> None:
-        """Answer what is under way, give back what clients hold, and hang up; idempotent."""
+        """Wait briefly for running requests, release all deliveries and disconnect; idempotent."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -124,17 +134,17 @@ class SocketServer:
             session.send_event(kind, letter)
 
     def add(self, connection: ServerConnection) -> None:
-        """A client connected."""
+        """Register a connection."""
         self._connections.add(connection)
 
     def remove(self, connection: ServerConnection) -> None:
-        """A client is gone."""
+        """Remove a lost connection."""
         self._connections.discard(connection)
 
     def choose_protocol(
         self, beginning: bytes, transport: asyncio.Transport, write_buffer: WriteBuffer
     ) -> ProtocolHandler | None:
-        """Return the handler for these first bytes; ``None`` if they are too few to tell."""
+        """Return the handler for a connection's first bytes; ``None`` if more are needed."""
         if not beginning.startswith(protocol.MAGIC[:1]):
             session = self._commands.session()
             return JsonLineSession(session.answer, transport, write_buffer, max_line=self._max_line)
@@ -150,22 +160,22 @@ class SocketServer:
 
 
 class ServerConnection(asyncio.Protocol):
-    """One connection, in either protocol."""
+    """Server end of one connection, in either protocol."""
 
     def __init__(self, server: SocketServer) -> None:
         self._server = server
         self._beginning = b""
         self._handler: ProtocolHandler | None = None
-        self._gone = asyncio.Event()
+        self._disconnected = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is there."""
+        """Register the connection with the server."""
         self._transport = cast("asyncio.Transport", transport)
         self._write_buffer = WriteBuffer(self._transport)
         self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Pass it on, once it is clear to whom."""
+        """Pass data to the protocol handler; the first bytes select the handler."""
         if self._handler is None:
             data = self._beginning = self._beginning + data
             self._handler = self._server.choose_protocol(data, self._transport, self._write_buffer)
@@ -174,16 +184,16 @@ class ServerConnection(asyncio.Protocol):
         self._handler.feed(data)
 
     def eof_received(self) -> bool:
-        """The other side writes no more; it may still want to read."""
+        """Return whether to keep the connection open, so that the client can read responses."""
         return self._handler is not None and self._handler.end_of_input()
 
     def pause_writing(self) -> None:
-        """The other side does not read."""
+        """Apply backpressure because the client reads too slowly."""
         self._write_buffer.pause()
         self._apply_backpressure()
 
     def resume_writing(self) -> None:
-        """The other side reads again."""
+        """Lift the backpressure because the client has caught up."""
         self._write_buffer.resume()
         self._apply_backpressure()
 
@@ -192,21 +202,25 @@ class ServerConnection(asyncio.Protocol):
             self._handler.apply_backpressure()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Remove the connection and notify its handler."""
         self._write_buffer.lost()
         self._server.remove(self)
         if self._handler is not None:
             self._handler.lost()
-        self._gone.set()
+        self._disconnected.set()
 
     async def aclose(self, grace: float) -> None:
-        """Hang up, after what is under way; without patience for one that does not read."""
+        """Wait up to ``grace`` seconds for running requests, then close the connection.
+
+        If the client does not read the responses within another ``grace`` seconds, the connection
+        is aborted.
+        """
         if self._handler is not None:
             await self._handler.aclose(grace)
         self._write_buffer.close()
         try:
             async with asyncio.timeout(grace):
-                await self._gone.wait()
+                await self._disconnected.wait()
         except TimeoutError:
             self._transport.abort()
-            await self._gone.wait()
+            await self._disconnected.wait()

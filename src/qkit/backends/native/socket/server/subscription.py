@@ -1,4 +1,4 @@
-"""The owner's side of one client's subscription: deliveries against credit, and how it ends."""
+"""Owner's end of a subscription: sends deliveries against credit and settles them."""
 
 from __future__ import annotations
 
@@ -23,30 +23,37 @@ from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 
 __all__ = ["ServedBackend", "ServedSubscription", "ServerSubscription"]
 
-FRAME_BYTES: Final = 1 << 20  # deliveries of more than this are spread over several frames
+FRAME_BYTES: Final = 1 << 20  # larger batches are split into several frames
 
 
 class ServedSubscription(Subscription, Protocol):
-    """A subscription that can be told that its consumer is gone."""
+    """Subscription whose leases can be ended after its consumer crashed."""
 
     def abandon(self) -> None:
-        """What is held ends as if its leases ended now: the attempts stay counted."""
+        """End all leases immediately after a consumer crash; the attempts still count."""
         ...
 
 
 class ServedBackend(Backend, Admin, DeadLetterSource, DroppedLetterSource, Protocol):
-    """What can be served: everything that the native backend is."""
+    """Backend that a ``SocketServer`` can serve, such as the native backend."""
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[ServedSubscription]:
-        """As every backend does."""
+        """Return a context manager that opens a subscription."""
         ...
 
 
 class ServerSubscription:
-    """One subscription held for a client, from its opening until it is left.
+    """Subscription that the owner holds on behalf of a client.
 
-    The client says with each credit how many deliveries it wants now, so nothing is claimed for
-    one that does not ask; whatever there is goes out at once.
+    Each CREDIT frame replaces the number of deliveries that the client wants. Messages are claimed
+    only against credit and are sent immediately.
+
+    Args:
+        number: Number that identifies the subscription in frames.
+        write_buffer: Write buffer of the client's connection.
+
+    Attributes:
+        ended: Set when the subscription is closed and its unsettled deliveries are released.
     """
 
     def __init__(self, number: int, write_buffer: WriteBuffer) -> None:
@@ -55,39 +62,49 @@ class ServerSubscription:
         self._subscription: Subscription | None = None
         self._held: dict[int, Delivery] = {}
         self._receipts = 0
-        self._serial = 0  # of the latest credit
+        self._serial = 0  # serial number of the latest credit
         self._wanted = 0
         self._changed = asyncio.Event()
         self._receiving: asyncio.Timeout | None = None
         self._left = False
         self._crashed = False
-        self.ended = asyncio.Event()  # everything is settled or given back
+        self.ended: asyncio.Event = asyncio.Event()
 
-    # What the client says
+    # Requests from the client
 
     def credit(self, serial: int, wanted: int) -> None:
-        """So many are wanted now, whatever was said before."""
+        """Replace the client's credit.
+
+        Args:
+            serial: Serial number of the credit.
+            wanted: Number of deliveries that the client wants now.
+        """
         self._serial, self._wanted = serial, wanted
-        self._look()
+        self._notify()
 
     def leave(self, *, crashed: bool = False) -> None:
-        """The client leaves the subscription, or is gone without a word."""
+        """Close the subscription.
+
+        Args:
+            crashed: Whether the connection was lost without CLOSE or LEAVE. If so, unsettled
+                deliveries count as attempts. Default: false.
+        """
         if not self._left:
             self._left, self._crashed = True, crashed
-            self._look()
+            self._notify()
 
     async def stop(self) -> None:
-        """Fetch no more."""
+        """Stop fetching; held deliveries can still be settled."""
         if self._subscription is not None:
             await self._subscription.stop()
 
     async def settle(self, item: protocol.SettleItem) -> None:
-        """Ack, release or extend one delivery; raises what the backend raises."""
+        """Ack, release or extend one delivery; raise the backend's error if that fails."""
         delivery, subscription = self._held.get(item.receipt), self._subscription
         if delivery is None or subscription is None:
             raise AckDeadlineExceeded(
-                "the lease of this delivery is lost, the message may be with another consumer: "
-                "extend the lease while working, or raise ack_deadline",
+                "the lease of this delivery has expired and another consumer may have the message: "
+                "extend the lease while the handler runs, or raise ack_deadline",
                 backend="native",
             )
         try:
@@ -100,18 +117,24 @@ class ServerSubscription:
                 delivery.envelope.headers = item.headers
                 await subscription.release(delivery, item.seconds, count_attempt=item.count_attempt)
             else:
-                raise protocol.ProtocolError(f"{item.what} is no settlement that this owner knows")
+                raise protocol.ProtocolError(f"unknown kind of settlement: {item.what}")
         except (AckDeadlineExceeded, MessageNotFound):
             self._held.pop(item.receipt, None)
             raise
         self._held.pop(item.receipt, None)
 
-    # Its life
+    # Delivery
 
     async def run(
         self, backend: ServedBackend, spec: SubscriptionSpec, opened: Callable[[], None]
     ) -> None:
-        """Subscribe, deliver, and leave as the client left; raises what subscribing raises."""
+        """Subscribe and send deliveries until the client leaves.
+
+        Args:
+            backend: Backend to subscribe to.
+            spec: Specification of the subscription, from the client.
+            opened: Called once the subscription is open.
+        """
         try:
             async with backend.subscribe(spec) as subscription:
                 self._subscription = subscription
@@ -126,15 +149,15 @@ class ServerSubscription:
             await self._deliver(subscription)
         except QueueError as error:
             self._write_buffer.frame(protocol.LOST, self._number, encode_error(error))
-            while not self._left:  # what was delivered may still be settled, or refused
-                await self._change()
+            while not self._left:  # the client may still try to settle its deliveries
+                await self._wait_for_change()
         if self._crashed:
             subscription.abandon()
 
     async def _deliver(self, subscription: Subscription) -> None:
         while not self._left:
             if not self._wanted:
-                await self._change()
+                await self._wait_for_change()
                 continue
             serial = self._serial
             try:
@@ -143,13 +166,13 @@ class ServerSubscription:
             except TimeoutError:
                 if self._receiving is None or not self._receiving.expired():
                     raise
-                continue  # the credit changed; receive is safe to cancel
+                continue  # the credit changed or the client left; cancelling receive is safe
             finally:
                 self._receiving = None
             if serial == self._serial:
                 self._wanted = 0
             self._write(serial, deliveries)
-            # A client that does not read gets no more, and holds no more than its prefetch.
+            # Claim no further messages for a client that does not read.
             await self._write_buffer.drained()
 
     def _write(self, serial: int, deliveries: list[Delivery]) -> None:
@@ -162,11 +185,12 @@ class ServerSubscription:
             body = protocol.encode_deliveries(serial, frame)
             self._write_buffer.frame(protocol.DELIVERIES, self._number, body)
 
-    def _look(self) -> None:
+    def _notify(self) -> None:
+        """Wake the delivery loop and interrupt a running ``receive``."""
         self._changed.set()
         if self._receiving is not None and not self._receiving.expired():
             self._receiving.reschedule(asyncio.get_running_loop().time())
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         await self._changed.wait()
         self._changed.clear()

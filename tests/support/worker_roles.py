@@ -1,8 +1,8 @@
-"""What the workers of ``tests.support.workers`` do: ``python -m tests.support.working``.
+"""Fork server and worker roles for ``tests.support.workers``.
 
-Reads a job on each line of its input, forks a process for it, and says its pid and its end. A
-worker says ``begin n attempt`` and ``end n`` for each message, in one write each: what was said
-before a kill has been heard.
+Run as ``python -m tests.support.worker_roles``, it forks a process for each job (a line of JSON on
+stdin) and reports the pid and the exit code. A consumer reports ``begin n attempt`` and ``end n``
+for each message, each in a single write, so that no report is lost if the process is killed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.message import Envelope, Sent
 from tests.support.sessions import short_sessions
 
-FOR_EVER: Final = 3_600.0
+FOREVER_SECONDS: Final = 3_600.0
 Job = dict[str, Any]
 
 
-def say(number: str, *words: object) -> None:
+def report(number: str, *words: object) -> None:
     os.write(1, (" ".join([number, *map(str, words)]) + "\n").encode())
 
 
@@ -38,22 +38,22 @@ def make_service(job: Job) -> QueueService:
 
 
 def consumer(job: Job) -> object:
-    """A handler that does what the message says: sleep, fail, or hang if the job allows it."""
-    me = job["number"]
+    """Return a handler that sleeps, rejects or (if the job allows it) hangs, as the body says."""
+    worker_number = job["number"]
     hangs = job.get("hangs", False)
     group = job.get("group", "workers")
 
     @consume(job["queue"], group=group, concurrency=job.get("concurrency", 4))
     async def work(body: dict[str, Any], message: Message) -> None:
-        say(me, "begin", body["n"], message.attempt)
+        report(worker_number, "begin", body["n"], message.attempt)
         match body.get("do"):
             case "hang" if hangs:
-                await asyncio.sleep(FOR_EVER)
+                await asyncio.sleep(FOREVER_SECONDS)
             case "reject":
-                raise Reject("as it was told to")
+                raise Reject("requested by the message")
             case _:
                 await asyncio.sleep(random.random() * body.get("seconds", 0.0))
-        say(me, "end", body["n"])
+        report(worker_number, "end", body["n"])
 
     return work
 
@@ -62,30 +62,30 @@ def consumer(job: Job) -> object:
 
 
 async def serve(job: Job) -> None:
-    """Consume until a signal; say ``ready`` once it does, ``abandoned`` and ``ended``."""
-    me = job["number"]
+    """Consume until a signal arrives; report ``ready``, ``abandoned`` and ``exited``."""
+    worker_number = job["number"]
     service = make_service(job)
     service.register(consumer(job))
-    service.on("shutdown", lambda event: say(me, "abandoned", event.abandoned))
+    service.on("shutdown", lambda event: report(worker_number, "abandoned", event.abandoned))
     await service.start()
     running = asyncio.create_task(service.run())
-    while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # noqa: ASYNC110  # no event tells
+    while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # noqa: ASYNC110  # no event to wait for
         await asyncio.sleep(0)
-    say(me, "ready")
+    report(worker_number, "ready")
     await running
-    say(me, "ended")
+    report(worker_number, "exited")
 
 
 async def own(job: Job) -> None:
-    """Hold a directory for others, and nothing else."""
+    """Own a directory and serve it to other processes."""
     async with make_service(job) as service:
-        say(job["number"], "ready")
+        report(job["number"], "ready")
         await service.run()
 
 
 async def send(job: Job) -> None:
-    """Send until it is told to stop by SIGTERM: ``sent n`` for each that was confirmed."""
-    me = job["number"]
+    """Send until SIGTERM; report ``sent n`` or ``failed n error`` for each message."""
+    worker_number = job["number"]
     service = make_service(job)
     numbers = iter(range(10**9))
     stopped = asyncio.Event()
@@ -97,26 +97,26 @@ async def send(job: Job) -> None:
             try:
                 await service.send(job["queue"], {"n": number, "seconds": 0.01})
             except QueueError as error:
-                say(me, "failed", number, type(error).__name__)
+                report(worker_number, "failed", number, type(error).__name__)
                 await asyncio.sleep(0.05)
             else:
-                say(me, "sent", number)
+                report(worker_number, "sent", number)
             await asyncio.sleep(job.get("pause", 0.005))
 
     async with service, asyncio.TaskGroup() as tasks:
         service.declare(Channel(job["queue"], dict))
-        say(me, "ready")
+        report(worker_number, "ready")
         for _ in range(job.get("senders", 4)):
             tasks.create_task(sender())
-    say(me, "ended")
+    report(worker_number, "exited")
 
 
-class DiesAround(FaultInjectingBackend):
-    """A backend whose process is killed right before or right after a dead letter is written."""
+class KilledAroundDeadLetter(FaultInjectingBackend):
+    """Backend that kills its process right before or right after it writes a dead letter."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(open_backend(Settings(**job["settings"]), SystemClock()))
-        self._when = job["dies"]
+        self._when = job["killed"]
         self._queue = job["queue"]
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
@@ -130,23 +130,23 @@ class DiesAround(FaultInjectingBackend):
         return sent
 
 
-async def die_around_a_dead_letter(job: Job) -> None:
-    """Consume, and be killed right before or after the first dead letter is confirmed."""
-    service = QueueService(Settings(**job["settings"]), backend=DiesAround(job))
+async def be_killed_around_a_dead_letter(job: Job) -> None:
+    """Consume until the process is killed right before or after the first dead letter."""
+    service = QueueService(Settings(**job["settings"]), backend=KilledAroundDeadLetter(job))
     service.register(consumer(job))
     async with service:
-        say(job["number"], "ready")
+        report(job["number"], "ready")
         await service.run()
 
 
-ROLES = {role.__name__: role for role in (serve, own, send, die_around_a_dead_letter)}
+ROLES = {role.__name__: role for role in (serve, own, send, be_killed_around_a_dead_letter)}
 
 
-# -- the nursery -------------------------------------------------------------------------------
+# -- fork server -------------------------------------------------------------------------------
 
 
 def work(job: Job) -> None:
-    """In a fork: one job, and its process ends with it."""
+    """Run one job in a forked process, then exit."""
     code = 1
     try:
         asyncio.run(ROLES[job["role"]](job))
@@ -158,29 +158,29 @@ def work(job: Job) -> None:
         os._exit(code)
 
 
-def keep(job: Job) -> None:
-    """In a fork: have another one do the job, and say how it ended."""
+def supervise(job: Job) -> None:
+    """Fork a process for the job, wait for it, and report its exit code."""
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         work(job)
-    say(job["number"], "pid", pid)
+    report(job["number"], "pid", pid)
     _, status = os.waitpid(pid, 0)
-    say(job["number"], "exit", os.waitstatus_to_exitcode(status))
+    report(job["number"], "exit", os.waitstatus_to_exitcode(status))
     os._exit(0)
 
 
 def main() -> None:
-    # Nobody waits for the keepers.
+    # The kernel reaps the supervising processes, because the fork server does not wait for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for client in ("redis.asyncio", "aio_pika", "aiokafka"):  # once, before any fork
+    for client in ("redis.asyncio", "aio_pika", "aiokafka"):  # import once, before any fork
         if importlib.util.find_spec(client.partition(".")[0]):
             importlib.import_module(client)
     with short_sessions():
         for line in sys.stdin:
             if os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                keep(json.loads(line))
+                supervise(json.loads(line))
     os.killpg(0, signal.SIGKILL)
 
 

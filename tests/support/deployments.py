@@ -1,6 +1,6 @@
-"""The backends that the tests of reliability run on: one entry in a table for each.
+"""Table of the deployments that the reliability tests run on.
 
-A test says which carriers it fits and gets a ``Site`` for each of them::
+A test names the properties it needs and runs with a ``Site`` for each deployment that has them::
 
     @on(redelivers, in_other_processes)
     async def test_…(site: Site) -> None: ...
@@ -26,57 +26,58 @@ from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.factory import open_backend
 from tests.support.private_brokers import PrivateBroker, private_broker
 from tests.support.proxy import Proxy
-from tests.support.sessions import SESSION
+from tests.support.sessions import SESSION_SECONDS
 from tests.support.workers import Worker, Workers
 
 __all__ = [
-    "CARRIERS",
-    "Carrier",
+    "DEPLOYMENTS",
+    "Deployment",
     "Servers",
     "Site",
     "behind_a_network",
     "durable",
+    "has_a_server_process",
     "in_other_processes",
     "keeps_dead_letters",
     "on",
-    "outlives_its_server",
     "redelivers",
 ]
 
 Values = dict[str, Any]
-LEASE: Final = 2.0  # seconds; short, so that a dead worker's messages are back soon
+LEASE_SECONDS: Final = 2.0  # short, so that a dead worker's messages are redelivered quickly
 
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Carrier:
-    """How one backend is reached, and how the broker itself is asked.
+class Deployment:
+    """Backend with its settings and its server.
 
-    ``settings`` turns an address into settings. ``consumers`` asks the server, past qkit, how many
-    consumers a queue has. ``back_within`` is how long what a dead worker held may stay away: the
-    lease, or where there is none what the broker takes to notice.
+    ``settings`` returns the settings for an address. ``consumers`` asks the server how many
+    consumers a queue has. ``redelivered_within`` is the number of seconds until a dead worker's
+    messages are redelivered: the lease or, on a broker without leases, the time until the broker
+    detects that the worker is dead.
     """
 
     name: str
     capabilities: Capabilities
     settings: Callable[[str], Values]
     server: str | None = None
-    shared: bool = True  # another process can reach it
-    variant: bool = False  # a way to use another carrier, which stands for it in most tests
-    owned: bool = False  # a process of its own holds it: native's way to be a server
+    shared: bool = True  # other processes can connect
+    variant: bool = False  # variant of another entry, used only by tests that ask for variants
+    owned: bool = False  # a separate owner process acts as the server (native engine)
     consumers: Callable[[Site, str], Awaitable[int]] | None = None
-    back_within: float = LEASE
+    redelivered_within: float = LEASE_SECONDS
 
     def __str__(self) -> str:
         return self.name
 
 
-# -- how the brokers themselves are asked ------------------------------------------------------
+# -- consumers, as reported by the brokers -----------------------------------------------------
 
 
 async def _parked_on_redis(site: Site, queue: str) -> int:
-    """Consumers of lists that wait at the server; the only ones there while a test asks."""
+    """Return the number of clients blocked on a list; only the test's clients are connected."""
     from redis.asyncio import Redis
 
     async with Redis.from_url(site.url) as client:
@@ -102,7 +103,7 @@ async def _consuming_on_rabbitmq(site: Site, queue: str) -> int:
 
 
 async def _members_on_kafka(site: Site, queue: str) -> int:
-    """Members of the group that owns the queue, once they agree on who has what."""
+    """Return the number of group members, or 0 until the assignment is stable."""
     from aiokafka.admin import AIOKafkaAdminClient
 
     admin = AIOKafkaAdminClient(bootstrap_servers=site.url)
@@ -121,35 +122,35 @@ async def _known_to_owner(site: Site, queue: str) -> int:
         return (await service.stats(queue)).consumers or 0
 
 
-# -- the table ---------------------------------------------------------------------------------
+# -- table of deployments ----------------------------------------------------------------------
 
-CARRIERS: Final = (
-    Carrier(
+DEPLOYMENTS: Final = (
+    Deployment(
         "native-memory",
         MATRIX["native-memory"],
         lambda address: {"type": "native"},
         shared=False,
     ),
-    Carrier(
+    Deployment(
         "native-durable",
         MATRIX["native-durable"],
         lambda address: {"type": "native", "path": address},
     ),
-    Carrier(
+    Deployment(
         "native-socket",
         MATRIX["native-durable"],
         lambda address: {"type": "native", "path": address},
         owned=True,
         consumers=_known_to_owner,
     ),
-    Carrier(
+    Deployment(
         "redis-list",
         MATRIX["redis-list"],
         lambda address: {"type": "redis", "mode": "list", "url": address},
         server="redis",
         consumers=_parked_on_redis,
     ),
-    Carrier(
+    Deployment(
         "redis-list-unreliable",
         MATRIX["redis-list-unreliable"],
         lambda address: {"type": "redis", "mode": "list", "url": address, "reliable": False},
@@ -157,83 +158,84 @@ CARRIERS: Final = (
         consumers=_parked_on_redis,
         variant=True,
     ),
-    Carrier(
+    Deployment(
         "redis-pubsub",
         MATRIX["redis-pubsub"],
         lambda address: {"type": "redis", "mode": "pubsub", "url": address},
         server="redis",
         consumers=_subscribed_on_redis,
     ),
-    Carrier(
+    Deployment(
         "rabbitmq",
         MATRIX["rabbitmq-classic"],
         lambda address: {"type": "rabbitmq", "url": address},
         server="rabbitmq",
         consumers=_consuming_on_rabbitmq,
     ),
-    Carrier(
+    Deployment(
         "kafka",
         MATRIX["kafka"],
         lambda address: {"type": "kafka", "url": address},
         server="kafka",
         consumers=_members_on_kafka,
-        back_within=SESSION,
+        redelivered_within=SESSION_SECONDS,
     ),
 )
 
-Fits = Callable[[Carrier], object]
+Condition = Callable[[Deployment], object]
 
 
-def redelivers(carrier: Carrier) -> bool:
-    """What a consumer did not acknowledge is delivered again."""
-    return bool(carrier.capabilities.redelivery)
+def redelivers(deployment: Deployment) -> bool:
+    """Return whether unacknowledged messages are redelivered."""
+    return bool(deployment.capabilities.redelivery)
 
 
-def durable(carrier: Carrier) -> bool:
-    """An accepted send survives a restart."""
-    return bool(carrier.capabilities.durable)
+def durable(deployment: Deployment) -> bool:
+    """Return whether a confirmed send survives a restart."""
+    return bool(deployment.capabilities.durable)
 
 
-def keeps_dead_letters(carrier: Carrier) -> bool:
-    """A final failure is kept."""
-    return bool(carrier.capabilities.dead_letters)
+def keeps_dead_letters(deployment: Deployment) -> bool:
+    """Return whether final failures become dead letters."""
+    return bool(deployment.capabilities.dead_letters)
 
 
-def in_other_processes(carrier: Carrier) -> bool:
-    """A worker in a process of its own can consume from it."""
-    return carrier.shared
+def in_other_processes(deployment: Deployment) -> bool:
+    """Return whether a worker in another process can consume."""
+    return deployment.shared
 
 
-def outlives_its_server(carrier: Carrier) -> bool:
-    """Its messages lie with a process that can be stopped and killed: a broker, or an owner."""
-    return carrier.server is not None or carrier.owned
+def has_a_server_process(deployment: Deployment) -> bool:
+    """Return whether a separate process, which a test can freeze and kill, holds the messages."""
+    return deployment.server is not None or deployment.owned
 
 
-def behind_a_network(carrier: Carrier) -> bool:
-    """It is reached over TCP, so a proxy can stand in between."""
-    return carrier.server is not None
+def behind_a_network(deployment: Deployment) -> bool:
+    """Return whether clients connect over TCP, so that a proxy can be inserted."""
+    return deployment.server is not None
 
 
-def on(*fits: Fits, variants: bool = False) -> pytest.MarkDecorator:
-    """Run a test on each carrier that it fits, with a ``site`` there."""
+def on(*conditions: Condition, variants: bool = False) -> pytest.MarkDecorator:
+    """Parametrize a test with a ``site`` for each deployment that meets all conditions."""
     return pytest.mark.parametrize(
         "site",
         [
             pytest.param(
-                carrier, id=carrier.name, marks=[pytest.mark.broker] * bool(carrier.server)
+                deployment, id=deployment.name, marks=[pytest.mark.broker] * bool(deployment.server)
             )
-            for carrier in CARRIERS
-            if all(fit(carrier) for fit in fits) and (variants or not carrier.variant)
+            for deployment in DEPLOYMENTS
+            if all(condition(deployment) for condition in conditions)
+            and (variants or not deployment.variant)
         ],
         indirect=True,
     )
 
 
-# -- where a test takes place ------------------------------------------------------------------
+# -- servers and sites -------------------------------------------------------------------------
 
 
 class Servers:
-    """The private servers of a test run; each starts when the first test asks for it."""
+    """Private servers of a test run, each started when a test first needs it."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
@@ -241,7 +243,7 @@ class Servers:
         self._started: dict[str, tuple[PrivateBroker, Proxy]] = {}
 
     def __getitem__(self, name: str) -> tuple[PrivateBroker, Proxy]:
-        """A server that is ready, and a proxy in front of it."""
+        """Return a ready server and a proxy in front of it."""
         if name not in self._started:
             self._started[name] = self._start(name)
         return self._started[name]
@@ -253,15 +255,15 @@ class Servers:
         return broker, self._stack.enter_context(Proxy(broker.proxied, port=port))
 
     def close(self) -> None:
-        """End them all."""
+        """Stop all servers."""
         self._stack.close()
 
 
 @dataclass
 class Site:
-    """A carrier with a running server, for one test; ``queue`` is a name nobody else uses."""
+    """Deployment with a running server, for one test; ``queue`` is a unique queue name."""
 
-    carrier: Carrier
+    deployment: Deployment
     workers: Workers
     directory: Path
     broker: PrivateBroker | None = None
@@ -271,12 +273,12 @@ class Site:
     _started: list[Worker] = field(default_factory=list)
 
     @classmethod
-    def open(cls, carrier: Carrier, servers: Servers, directory: Path) -> Iterator[Site]:
-        """For a fixture: what it takes is there while the test runs, and whole again after it."""
-        site = cls(carrier, servers.workers, directory)
-        if carrier.server is not None:
-            site.broker, site.proxy = servers[carrier.server]
-        if carrier.owned:
+    def open(cls, deployment: Deployment, servers: Servers, directory: Path) -> Iterator[Site]:
+        """Yield a site with a running server, and restore the server after the test."""
+        site = cls(deployment, servers.workers, directory)
+        if deployment.server is not None:
+            site.broker, site.proxy = servers[deployment.server]
+        if deployment.owned:
             site.restart()
         yield site
         for worker in site._started:
@@ -286,29 +288,29 @@ class Site:
             site.broker.thaw()
             site.broker.restart()
 
-    # -- reaching it -------------------------------------------------------------------------
+    # -- settings, services and workers ------------------------------------------------------
 
     @property
     def url(self) -> str:
-        """The address of the server itself, or the directory."""
+        """Direct address of the server, not of the proxy; for the native engine, its directory."""
         return str(self.directory) if self.broker is None else self.broker.url
 
     def values(self, *, proxied: bool = False, **more: object) -> Values:
-        """Settings as plain values, for this process or another."""
+        """Return the settings as plain values, for this process or another."""
         address = self.url
         if proxied:
             assert self.broker is not None
             assert self.proxy is not None
             address = address.replace(str(self.broker.port), str(self.proxy.port))
-        leases = {"ack_deadline": LEASE} if self.carrier.capabilities.lease else {}
-        return {**self.carrier.settings(address), **leases, **more}
+        leases = {"ack_deadline": LEASE_SECONDS} if self.deployment.capabilities.lease else {}
+        return {**self.deployment.settings(address), **leases, **more}
 
     def settings(self, *, proxied: bool = False, **more: object) -> Settings:
-        """The same, validated."""
+        """Return the validated settings."""
         return Settings(**self.values(proxied=proxied, **more))
 
     def backend(self, *, proxied: bool = False, **more: object) -> Backend:
-        """A backend that is not started; in memory each is a world of its own."""
+        """Return a new backend that is not started; two in-memory backends share no queues."""
         return open_backend(self.settings(proxied=proxied, **more), SystemClock())
 
     def service(
@@ -318,7 +320,7 @@ class Site:
         proxied: bool = False,
         **more: object,
     ) -> QueueService:
-        """A service that is not started."""
+        """Return a service that is not started."""
         service = QueueService(
             self.settings(proxied=proxied, **more),
             backend=backend or self.backend(proxied=proxied, **more),
@@ -328,7 +330,10 @@ class Site:
         return service
 
     def worker(self, role: str, *, proxied: bool = False, **job: object) -> Worker:
-        """A process with a role of ``tests.support.working``; ``settings`` add to the site's."""
+        """Start a worker process with a role from ``tests.support.worker_roles``.
+
+        ``settings`` extend and override the site's settings.
+        """
         more = job.pop("settings", {})
         assert isinstance(more, Mapping)
         values = self.values(proxied=proxied, **more)
@@ -337,14 +342,14 @@ class Site:
         return worker
 
     async def consumers(self) -> int:
-        """How many consumers the queue has, as its broker says."""
-        assert self.carrier.consumers is not None
-        return await self.carrier.consumers(self, self.queue)
+        """Return the number of consumers of the queue, as reported by the broker."""
+        assert self.deployment.consumers is not None
+        return await self.deployment.consumers(self, self.queue)
 
-    # -- its server --------------------------------------------------------------------------
+    # -- the server --------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """Stop the server as SIGSTOP does."""
+        """Stop the server with SIGSTOP."""
         if self.broker is not None:
             self.broker.freeze()
         else:
@@ -352,7 +357,7 @@ class Site:
             self.owner.freeze()
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Resume the server with SIGCONT."""
         if self.broker is not None:
             self.broker.thaw()
         else:
@@ -360,7 +365,7 @@ class Site:
             self.owner.thaw()
 
     def kill(self) -> None:
-        """kill -9 the server."""
+        """Kill the server with SIGKILL."""
         if self.broker is not None:
             self.broker.kill()
         else:
@@ -368,7 +373,7 @@ class Site:
             self.owner.kill()
 
     def restart(self) -> None:
-        """Start it again with what it had; returns when it is ready."""
+        """Start the server with its existing data, and wait until it is ready."""
         if self.broker is not None:
             self.broker.restart()
         else:

@@ -1,4 +1,4 @@
-"""Refusals: what a backend declares as unsupported is refused, before anything leaves."""
+"""Conformance scenarios for unsupported features: each raises an error before a send."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from qkit.handlers.decorators import consume
 from qkit.message import Envelope, Sent
 from qkit.service import QueueService
 
-__all__ = ["Refusals"]
+__all__ = ["UnsupportedFeatures"]
 
-REFUSED = (Unsupported, ConfigError)
+UNSUPPORTED_ERRORS = (Unsupported, ConfigError)
 
 
 @dataclass(frozen=True)
 class AtStart:
-    """A service that asks for ``feature`` and must not come up."""
+    """Test case: a service that uses an unsupported feature, and must not start."""
 
     feature: str
     what: str
@@ -36,7 +36,7 @@ class AtStart:
 
 @dataclass(frozen=True)
 class AtCall:
-    """A call on a running service that must raise."""
+    """Test case: a call on a running service that must raise an error."""
 
     feature: str
     what: str
@@ -45,7 +45,7 @@ class AtCall:
 
 @dataclass(frozen=True)
 class AtBoundary:
-    """A call of a subscription that must raise."""
+    """Test case: a call on a subscription that must raise an error."""
 
     feature: str
     what: str
@@ -81,8 +81,8 @@ ROWS: tuple[AtStart | AtCall | AtBoundary, ...] = (
 )
 
 
-class Watched(FaultInjectingBackend):
-    """A backend that notes what reached it."""
+class CallRecorder(FaultInjectingBackend):
+    """Backend that records the calls it receives."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
@@ -101,58 +101,58 @@ class Watched(FaultInjectingBackend):
         return await super().publish(queue, envelopes)
 
 
-class Refusals(Harness):
-    """Every unsupported cell of the matrix; the supported ones have their own scenarios."""
+class UnsupportedFeatures(Harness):
+    """Scenarios for the features that the backend does not support."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Only what this backend lacks is a scenario here."""
+        """Generate one test for each feature that the backend does not support."""
         if "row" in metafunc.fixturenames:
             lacking = [row for row in ROWS if not self.column.supports(row.feature)]
             metafunc.parametrize(
                 "row", lacking, ids=[f"{row.feature}-{row.what}" for row in lacking]
             )
 
-    async def test_the_backend_declares_exactly_its_column(self, backend: Backend) -> None:
+    async def test_the_backend_declares_exactly_its_capabilities(self, backend: Backend) -> None:
         assert backend.capabilities.as_dict() == self.column.as_dict()
 
-    async def test_what_is_unsupported_is_refused(
+    async def test_an_unsupported_feature_raises_unsupported(
         self, new_backend: NewBackend, clock: Clock, name: str, row: AtStart | AtCall | AtBoundary
     ) -> None:
         match row:
             case AtStart():
-                await self._refused_at_start(row, new_backend, clock, name)
+                await self._check_start(row, new_backend, clock, name)
             case AtCall():
-                await self._refused_at_the_call(row, new_backend, clock, name)
+                await self._check_call(row, new_backend, clock, name)
             case AtBoundary():
-                await self._refused_at_the_boundary(row, new_backend, name)
+                await self._check_subscription_call(row, new_backend, name)
 
-    async def _refused_at_start(
+    async def _check_start(
         self, row: AtStart, new_backend: NewBackend, clock: Clock, name: str
     ) -> None:
-        backend = Watched(new_backend())
+        backend = CallRecorder(new_backend())
         handler = _handler(name, row)
 
-        async def come_up() -> None:
+        async def start() -> None:
             options = {"backend": backend, **row.settings}
             service = self.make_service(new_backend, clock, handler, **options)
             async with service:
                 pass
 
-        with pytest.raises(REFUSED, match=row.what):
-            await come_up()
-        assert backend.calls == [], "it was refused before any connection was tried"
+        with pytest.raises(UNSUPPORTED_ERRORS, match=row.what):
+            await start()
+        assert backend.calls == [], "the error must be raised before the backend is started"
 
-    async def _refused_at_the_call(
+    async def _check_call(
         self, row: AtCall, new_backend: NewBackend, clock: Clock, name: str
     ) -> None:
-        backend = Watched(new_backend())
+        backend = CallRecorder(new_backend())
         async with self.make_service(new_backend, clock, backend=backend) as service:
-            with pytest.raises(REFUSED):
+            with pytest.raises(UNSUPPORTED_ERRORS):
                 await row.call(service, name)
-            assert backend.calls == ["start"], "nothing was declared or sent"
+            assert backend.calls == ["start"], "nothing may be declared or sent"
             assert service.metrics().messages_sent == 0
 
-    async def _refused_at_the_boundary(
+    async def _check_subscription_call(
         self, row: AtBoundary, new_backend: NewBackend, name: str
     ) -> None:
         backend = new_backend()
@@ -168,7 +168,7 @@ class Refusals(Harness):
         finally:
             await backend.aclose()
 
-    async def test_a_position_is_told_only_where_it_is_known(self, serve: Serve, name: str) -> None:
+    async def test_a_position_is_returned_only_if_supported(self, serve: Serve, name: str) -> None:
         service = await serve()
         first, second = await service.send(name, "a"), await service.send(name, "b")
         known = (0, 1) if self.column.position else (None, None)
@@ -176,7 +176,7 @@ class Refusals(Harness):
 
 
 def _handler(name: str, row: AtStart) -> object:
-    """A handler that asks for what the row says."""
+    """Return a handler that uses the unsupported feature of the test case."""
 
     async def handle(body: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Life in an engine: senders, consumers and a janitor, who tell the books of all they do."""
+"""Random workload for an engine, recorded for ``tests.support.crash_model``."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 from random import Random
 
 from qkit.native import Engine
-from tests.support.books import LIMIT, body_of
+from tests.support.crash_model import LIMIT, body_of
 
-__all__ = ["QUEUES", "live", "prepare"]
+__all__ = ["QUEUES", "prepare", "run_workload"]
 
-Tell = Callable[[tuple[str | int | bool | None, ...]], None]
+Record = Callable[[tuple[str | int | bool | None, ...]], None]
 
 GROUPS = ("a", "b")
 QUEUES = ("orders", "scrap", "temp")
 
 
 async def prepare(engine: Engine) -> None:
-    """The queues and the topic that ``live`` uses."""
+    """Create the queues and the topic of ``run_workload``."""
     for queue in QUEUES:
         await engine.create(queue)
     await engine.create("news", broadcast=True)
@@ -27,11 +27,11 @@ async def prepare(engine: Engine) -> None:
     await engine.written()
 
 
-class _Life:
-    def __init__(self, engine: Engine, random: Random, tell: Tell, name: str) -> None:
+class _Workload:
+    def __init__(self, engine: Engine, random: Random, record: Record, name: str) -> None:
         self.engine = engine
         self.random = random
-        self.tell = tell
+        self.record = record
         self.name = name
         self.count = 0
 
@@ -44,7 +44,7 @@ class _Life:
         if delay is not None and ttl is not None and delay >= ttl:
             ttl = None
         groups = GROUPS if queue == "news" else ()
-        self.tell(("publish", queue, id, ttl is not None, *groups))
+        self.record(("publish", queue, id, ttl is not None, *groups))
         await self.engine.publish(
             queue,
             body_of(id),
@@ -55,7 +55,7 @@ class _Life:
             key="k" if random.random() < 0.2 else None,
             message_id=id,
         )
-        self.tell(("published", id))
+        self.record(("published", id))
 
     async def sender(self, steps: int) -> None:
         for _ in range(steps):
@@ -64,13 +64,13 @@ class _Life:
                 await asyncio.sleep(0.001)
 
     async def consumer(self, steps: int, queue: str, group: str | None = None) -> None:
-        random, tell = self.random, self.tell
+        random, record = self.random, self.record
         for _ in range(steps):
             delivery = await self.engine.consume(queue, 0.002, ack_deadline=60, group=group)
             if delivery is None:
                 continue
             id, attempt = delivery.message_id, delivery.retry_count + 1
-            tell(("claimed", queue, group, id, attempt))
+            record(("claimed", queue, group, id, attempt))
             assert delivery.body == body_of(id)
             if random.random() < 0.1:
                 await delivery.extend(90)
@@ -78,56 +78,62 @@ class _Life:
                 await asyncio.sleep(random.choice((0, 0.001)))
             chance = random.random()
             if chance < 0.55:
-                tell(("settle", "ack", queue, group, id))
+                record(("settle", "ack", queue, group, id))
                 await delivery.ack()
-                tell(("settled", "ack", queue, group, id))
+                record(("settled", "ack", queue, group, id))
             elif chance < 0.9:
                 requeue = chance < 0.75
-                dies = not requeue or attempt >= LIMIT
-                if dies:
-                    tell(("settle", "dead", queue, group, id))
+                is_final = not requeue or attempt >= LIMIT
+                if is_final:
+                    record(("settle", "dead", queue, group, id))
                 answer = await delivery.nack(requeue)
-                if dies:
+                if is_final:
                     assert answer == "dead_lettered"
-                    tell(("settled", "dead", queue, group, id))
-            # else it is held until the engine stops
+                    record(("settled", "dead", queue, group, id))
+            # Otherwise the message stays in flight until the engine stops.
 
-    async def janitor(self, steps: int) -> None:
+    async def administrator(self, steps: int) -> None:
         for _ in range(steps):
             await asyncio.sleep(0.003)
             await self.send("temp")
             match self.random.randrange(3):
                 case 0:
-                    self.tell(("purge", "scrap"))
+                    self.record(("purge", "scrap"))
                     await self.engine.purge("scrap")
-                    self.tell(("purged", "scrap"))
+                    self.record(("purged", "scrap"))
                 case 1:
-                    self.tell(("purge", "temp"))
+                    self.record(("purge", "temp"))
                     await self.engine.delete("temp")
-                    self.tell(("purged", "temp"))
+                    self.record(("purged", "temp"))
                     await self.engine.create("temp")
                 case 2:
                     letters = await self.engine.dead_letters("orders", 2)
                     for letter in letters:
-                        self.tell(("replay", "orders", letter.message_id))
+                        self.record(("replay", "orders", letter.message_id))
                     await self.engine.retry_dead_letters(
                         "orders", [letter.message_id for letter in letters]
                     )
 
-    async def keeper(self, steps: int) -> None:
-        """Compaction and snapshots, far more often than an engine by itself has them."""
+    async def maintenance(self, steps: int) -> None:
+        """Compact and write snapshots far more often than a normal engine."""
         for _ in range(steps):
             await asyncio.sleep(self.random.choice((0.001, 0.004)))
             await self.engine.storage.maintain(rotate=self.random.random() < 0.5)
 
 
-async def live(engine: Engine, random: Random, tell: Tell, name: str, steps: int) -> None:
-    """Let all of them do ``steps`` things each; ``name`` makes the ids of the messages unique."""
-    life = _Life(engine, random, tell, name)
+async def run_workload(
+    engine: Engine, random: Random, record: Record, name: str, steps: int
+) -> None:
+    """Run senders, consumers, administration and maintenance concurrently.
+
+    Senders and consumers run ``steps`` operations each, the others fewer. Message ids start with
+    ``name``.
+    """
+    workload = _Workload(engine, random, record, name)
     await asyncio.gather(
-        *(life.sender(steps) for _ in range(4)),
-        *(life.consumer(steps, "orders") for _ in range(3)),
-        *(life.consumer(steps, "news", group) for group in GROUPS),
-        life.janitor(max(1, steps // 4)),
-        life.keeper(max(1, steps // 2)),
+        *(workload.sender(steps) for _ in range(4)),
+        *(workload.consumer(steps, "orders") for _ in range(3)),
+        *(workload.consumer(steps, "news", group) for group in GROUPS),
+        workload.administrator(max(1, steps // 4)),
+        workload.maintenance(max(1, steps // 2)),
     )

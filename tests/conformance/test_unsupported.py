@@ -1,4 +1,4 @@
-"""A backend that can do nothing beyond the boundary: every refusal of the contract is proven."""
+"""Each optional feature raises ``Unsupported`` on a backend that has none of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from qkit.backend import Backend, Capabilities, Delivery, QueueSpec, Subscriptio
 from qkit.backends.native.backend import NativeBackend
 from qkit.conformance import NewBackend
 from qkit.conformance.fault_injection import FaultInjectingBackend
-from qkit.conformance.refusals import ROWS, Refusals
+from qkit.conformance.unsupported import ROWS, UnsupportedFeatures
 from qkit.errors import Unsupported
 from qkit.message import Envelope, Sent
 from qkit.native import Engine
 from qkit.settings.model import SettingsValues
 
 
-class Bare(FaultInjectingBackend):
-    """The native engine with every feature taken away."""
+class BareBackend(FaultInjectingBackend):
+    """Native backend that declares no optional feature."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
@@ -28,31 +28,31 @@ class Bare(FaultInjectingBackend):
         self.capabilities = Capabilities()
 
     async def declare(self, spec: QueueSpec) -> None:
-        asked = (spec.broadcast, spec.max_priority, spec.ack_deadline, spec.replicas > 1)
-        assert not any(asked), f"{spec} asks for what the backend cannot do"
+        used = (spec.broadcast, spec.max_priority, spec.ack_deadline, spec.replicas > 1)
+        assert not any(used), f"{spec} uses an unsupported feature"
         await super().declare(spec)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         return [Sent(sent.message_id) for sent in await super().publish(queue, envelopes)]
 
     async def extend(self, subscription: Subscription, delivery: Delivery, seconds: float) -> None:
-        raise Unsupported("there are no leases")
+        raise Unsupported("this backend has no leases")
 
 
-class TestABackendThatLacksEverything(Refusals):
+class TestBackendWithoutOptionalFeatures(UnsupportedFeatures):
     column = Capabilities()
     virtual_time = True
-    # A type whose settings allow everything: what is refused is refused for the capabilities.
+    # RabbitMQ settings allow every option, so only the capabilities can cause errors.
     settings: ClassVar[SettingsValues] = {"type": "rabbitmq", "url": "amqp://localhost/"}
 
     @pytest_asyncio.fixture
     async def new_backend(self, clock: Clock) -> AsyncGenerator[NewBackend, None]:
         async with Engine(clock=clock) as engine:
-            yield lambda: Bare(NativeBackend(engine=engine))
+            yield lambda: BareBackend(NativeBackend(engine=engine))
 
 
-def test_every_feature_that_can_be_asked_for_has_a_row() -> None:
-    told = {"durable", "position"}  # in health and in Sent: there is nothing to ask for
-    told |= {"queues"}  # without them every channel is a topic, and both verbs work
-    promised = {"redelivery", "counts_crashes"}  # what a delivery is worth
-    assert {row.feature for row in ROWS} == set(Capabilities().as_dict()) - told - promised
+def test_every_feature_that_a_caller_can_request_has_a_row() -> None:
+    reported = {"durable", "position"}  # callers read these in Health and Sent
+    reported |= {"queues"}  # without queues, every channel is a topic
+    guaranteed = {"redelivery", "counts_crashes"}  # properties of every delivery
+    assert {row.feature for row in ROWS} == set(Capabilities().as_dict()) - reported - guaranteed
