@@ -1,8 +1,8 @@
-# `make` alone prints what there is.
+# `make` without a target lists the targets.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup demo test test-full lint types unit torture check brokers-up brokers-down pipeline bench bench-brokers bench-spark bench-check docs requirements clean
+.PHONY: help setup demo test test-full lint types mypy pyright unit torture check brokers-up brokers-down pipeline bench bench-brokers bench-spark bench-check docs requirements clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -11,35 +11,35 @@ RUN_STAMP := .venv/.run-ready
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Prepare .venv: pinned requirements and qkit itself
+setup: $(STAMP) ## Create .venv with the pinned requirements and qkit itself
 
 $(STAMP): requirements/dev.txt pyproject.toml scripts/make-venv
 	scripts/make-venv dev
 	@touch $(RUN_STAMP) $@
 
-# Enough to run it, in a few seconds; `setup` brings the rest.
+# Installs only what `make demo` needs, which takes a few seconds; `setup` installs everything.
 $(RUN_STAMP): requirements/run.txt pyproject.toml scripts/make-venv
 	scripts/make-venv run
 	@touch $@
 
-demo: $(RUN_STAMP) ## Run examples/orders.py on the native engine, or QKIT_TYPE=rabbitmq; DEMO_SERVE=1 keeps it open
+demo: $(RUN_STAMP) ## Run examples/orders.py on the native engine; QKIT_TYPE=rabbitmq selects a broker, DEMO_SERVE=1 keeps it running
 	@PYTHON=$(BIN)/python scripts/demo
 
-test: setup ## Lint, types and the tests against real brokers; COVERAGE=1 measures coverage, in twice the time
-	$(MAKE) --no-print-directory lint types
+test: setup ## Run lint, type checks and tests against real brokers; COVERAGE=1 also measures coverage and takes twice as long
+	$(MAKE) --no-print-directory -j2 --output-sync=target lint types
 	@PYTHONPATH=scripts $(BIN)/python -m local_brokers.chromium
 	scripts/brokers run $(MAKE) --no-print-directory check
 
-test-full: setup ## What repeats a proof of `make test` at length or on every broker; CI runs both
-	scripts/brokers run $(BIN)/python -m pytest -m full $(PARALLEL) --timeout 900
+test-full: setup ## Run the tests marked full: longer versions of tests in `make test`, or the same tests on every broker
+	scripts/brokers run $(BIN)/python -m pytest -m "full and not torture" $(PARALLEL) --timeout 900
 
-# Most of the time goes in waiting for brokers, so several tests run side by side, more than there
-# are cores. tests/support/scheduling.py says which tests share a process.
-JOBS ?= 4
+# Tests mostly wait for brokers, so there can be more processes than cores.
+# tests/support/scheduling.py decides which tests share a process.
+JOBS ?= 6
 PARALLEL = -n $(JOBS) --dist loadscope
 
-# Tracing every line doubles the CPU time, so coverage is measured only on request: CI does.
-# `coverage run` and not pytest-cov: it measures imports that pytest makes before plugins start.
+# Tracing every line doubles the CPU time, so coverage is measured only on request, as in CI.
+# `coverage run` starts before pytest's plugins, so it also measures imports; pytest-cov does not.
 COVERAGE ?=
 check: setup
 ifeq ($(COVERAGE),)
@@ -51,25 +51,30 @@ else
 	$(BIN)/coverage report
 endif
 
-lint: setup ## ruff: rules and formatting
+lint: setup ## Check rules and formatting with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup ## mypy (strict) and pyright
-	$(BIN)/mypy
-	$(BIN)/pyright
+types: mypy pyright ## Run mypy (strict) and pyright, and check that every public type is known
 
-unit: setup ## The tests that need neither a broker nor Spark
+mypy: setup
+	$(BIN)/mypy
+
+pyright: setup
+	$(BIN)/pyright
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes qkit --ignoreexternal  # pyright uses the first Python on PATH
+
+unit: setup ## Run the tests that need neither a broker nor Spark
 	$(BIN)/python -m pytest -m "not broker and not spark and not torture and not full"
 
-torture: setup ## The long versions of the reliability tests
+torture: setup ## Run the long versions of the reliability tests
 	scripts/brokers run $(BIN)/python -m pytest -m torture --timeout 3600
 
-brokers-up: ## Start Redis, RabbitMQ and Kafka and print their addresses
+brokers-up: ## Start Redis, RabbitMQ and Kafka and print their URLs
 	@scripts/brokers up
 	@scripts/brokers urls
 
-brokers-down: ## Stop them and remove their data
+brokers-down: ## Stop the brokers and remove their data
 	@scripts/brokers down
 
 BENCH_STAMP := .venv/.bench-ready
@@ -78,27 +83,27 @@ $(BENCH_STAMP): $(STAMP) requirements/bench.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/bench.txt
 	@touch $@
 
-pipeline: setup ## Generate, publish, handle, archive and report 1,000,000 events; OPTIONS="--count 10000"
+pipeline: setup ## Run the Spark pipeline with 1,000,000 events, or with OPTIONS="--count 10000"
 	@$(BIN)/python spark/pipeline.py --report build/pipeline.html $(OPTIONS)
 
-bench: $(BENCH_STAMP) ## Run the native engine's benchmarks; OPTIONS="--only durable"
+bench: $(BENCH_STAMP) ## Run the benchmarks of the native engine; OPTIONS="--only durable" selects some
 	@$(BIN)/python -m benchmarks.native $(OPTIONS)
 
-bench-brokers: $(BENCH_STAMP) ## Run those on RabbitMQ, Kafka and Redis; OPTIONS="--only redis"
+bench-brokers: $(BENCH_STAMP) ## Run the benchmarks on RabbitMQ, Kafka and Redis; OPTIONS="--only redis" selects some
 	@scripts/brokers run $(BIN)/python -m benchmarks.brokers $(OPTIONS)
 
-bench-spark: $(BENCH_STAMP) ## Run those of Spark; OPTIONS="--only kafka"
+bench-spark: $(BENCH_STAMP) ## Run the Spark benchmarks; OPTIONS="--only kafka" selects some
 	@scripts/brokers run $(BIN)/python -m benchmarks.spark $(OPTIONS)
 
-bench-check: $(BENCH_STAMP) ## All of them, and fail if a bar is missed without a waiver
+bench-check: $(BENCH_STAMP) ## Run all benchmarks and fail if a target is missed without a waiver
 	@$(BIN)/python -m benchmarks.native --check $(OPTIONS)
 	@scripts/brokers run $(BIN)/python -m benchmarks.brokers --check $(OPTIONS)
 	@scripts/brokers run $(BIN)/python -m benchmarks.spark --check $(OPTIONS)
 
-docs: setup ## Run every example in the docs and docstrings, check links and requirements
+docs: setup ## Run every example in the docs and docstrings; check links and requirements
 	$(BIN)/python -m pytest src tests/test_docs.py tests/test_requirements.py tests/examples
 
-requirements: setup ## Compile requirements/*.txt anew from *.in
+requirements: setup ## Compile requirements/*.txt from requirements/*.in
 	for name in run dev bench; do \
 		CUSTOM_COMPILE_COMMAND="make requirements" $(BIN)/pip-compile --quiet --upgrade --generate-hashes \
 			--allow-unsafe --strip-extras --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \

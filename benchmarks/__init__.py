@@ -1,1 +1,1 @@
-"""Figures of speed and size, as ratios in one run; see docs/performance.md."""
+"""Benchmarks of speed and memory; see docs/performance.md."""

@@ -1,7 +1,7 @@
-"""The durable engine beside raw appends to a file and beside peers on SQLite.
+"""Benchmarks of the durable engine against raw appends to a file and queues based on SQLite.
 
-Everything is written to one directory's file system. What is synced is timed by the clock; what is
-only handed to the operating system, by CPU time, which includes the system's.
+All of them write to the same file system. Synced writes are measured in wall-clock time, unsynced
+writes in CPU time (user and system).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from qkit.native import Engine
 from qkit.native.log.encode import encode_publish
 from qkit.native.log.segment import FRAME_SIZE
 
-__all__ = ["IN_FLIGHT", "RECORD", "SUITES", "together"]
+__all__ = ["IN_FLIGHT", "RECORD", "SUITES", "run_concurrently"]
 
 IN_FLIGHT = 100
-RECORD = b"r" * (len(encode_publish(1, 1, new_id(), BODY)) + FRAME_SIZE)  # as long as qkit's
+RECORD = b"r" * (len(encode_publish(1, 1, new_id(), BODY)) + FRAME_SIZE)  # size of qkit's
 
 
-async def together(
+async def run_concurrently(
     count: int,
     one: Callable[[], Awaitable[object]],
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Do something ``count`` times, a hundred of them in flight; the seconds for each."""
+    """Call ``one`` about ``count`` times, 100 calls at a time, and return the seconds per call."""
 
     async def worker(share: int) -> None:
         for _ in range(share):
@@ -45,7 +45,7 @@ async def together(
 
 
 def _raw(path: Path, count: int, group: int, *, sync: bool) -> float:
-    """Seconds for each record when so many go to the system by one call."""
+    """Return the seconds per record when ``group`` records are written in one call."""
     clock = time.perf_counter if sync else time.process_time
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     records = [RECORD] * group
@@ -64,7 +64,7 @@ def _raw(path: Path, count: int, group: int, *, sync: bool) -> float:
 
 
 async def _qkit(path: Path, count: int, fsync: Any) -> tuple[float, float]:
-    """Seconds for a send, and for a consume with its ack."""
+    """Return the seconds per publish and the seconds per consume with ack."""
     clock = time.process_time if fsync == "never" else time.perf_counter
     async with await Engine.open(path, fsync=fsync) as engine:
         await engine.create("bench", max_depth=count + IN_FLIGHT)
@@ -74,12 +74,12 @@ async def _qkit(path: Path, count: int, fsync: Any) -> tuple[float, float]:
             assert delivery is not None
             await delivery.ack()
 
-        sent = await together(count, lambda: engine.publish("bench", BODY), clock)
-        return sent, await together(count, settle, clock)
+        sent = await run_concurrently(count, lambda: engine.publish("bench", BODY), clock)
+        return sent, await run_concurrently(count, settle, clock)
 
 
-async def _side_by_side(path: Path, count: int) -> float:
-    """Seconds for a message when a hundred send while a hundred consume."""
+async def _mixed(path: Path, count: int) -> float:
+    """Return the seconds per message with 100 producers and 100 consumers running concurrently."""
     async with await Engine.open(path, fsync="always") as engine:
         await engine.create("bench", max_depth=count + IN_FLIGHT)
 
@@ -89,7 +89,8 @@ async def _side_by_side(path: Path, count: int) -> float:
             await delivery.ack()
 
         spent = await asyncio.gather(
-            together(count, lambda: engine.publish("bench", BODY)), together(count, settle)
+            run_concurrently(count, lambda: engine.publish("bench", BODY)),
+            run_concurrently(count, settle),
         )
         return max(spent)
 
@@ -100,26 +101,26 @@ async def _send(scale: Scale) -> Mapping[str, float]:
     groups = _raw(path / "groups", scale.count, IN_FLIGHT, sync=True)
     sent, settled = await _qkit(path / always, scale.count, always)
     again = _raw(path / "groups", scale.count, IN_FLIGHT, sync=True)
-    groups = (groups + again) / 2  # before and after: a disk changes its mind
+    groups = (groups + again) / 2  # mean of before and after, because disk speed varies
     single = _raw(path / "single", scale.count, 1, sync=False)
-    joined = _raw(path / "joined", scale.count, IN_FLIGHT, sync=False)
+    grouped = _raw(path / "grouped", scale.count, IN_FLIGHT, sync=False)
     unsynced, _ = await _qkit(path / never, scale.count, never)
     return {
         "durable.send": groups / sent,
         "durable.send_rate": 1 / sent,
         "durable.settle_rate": 1 / settled,
         "never.send": single / unsynced,
-        "never.send_grouped": joined / unsynced,
+        "never.send_grouped": grouped / unsynced,
         "never.send_rate": 1 / unsynced,
     }
 
 
-# Peers: each put is on the disk before it returns. What else each of them syncs is its own affair;
-# ``relaxed`` lets it leave the consumer's side to the operating system, as qkit does.
+# Peers: each put is on disk before it returns; what else is synced depends on the peer. ``relaxed``
+# is measured with unsynced gets and acks, as in qkit.
 
 
 class _Peer:
-    """Seconds for a put, for a get with its acknowledgement, and for the latter relaxed."""
+    """Timer of a peer: seconds per put, per get with ack, and per unsynced get with ack."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -202,16 +203,16 @@ async def _peers(scale: Scale) -> Mapping[str, float]:
     best, relaxed, failures = float("inf"), float("inf"), list[str]()
     for name, run in PEERS.items():
         try:
-            sent, settled, left = run(scale.directory / name, count)
+            sent, settled, unsynced_settle = run(scale.directory / name, count)
         except Missing as reason:
             failures.append(str(reason))
             continue
         best = min(best, sent + settled)
-        relaxed = min(relaxed, sent + left)
-    if failures:  # the best of those that happen to be there is not the best
+        relaxed = min(relaxed, sent + unsynced_settle)
+    if failures:  # the best peer is known only if all of them ran
         raise Missing(", ".join(failures))
     sent, settled = await _qkit(scale.directory / "phases", scale.count, "always")
-    mixed = await _side_by_side(scale.directory / "mixed", scale.count)
+    mixed = await _mixed(scale.directory / "mixed", scale.count)
     return {
         "durable.cycle": best / (sent + settled),
         "durable.cycle_mixed": best / mixed,
@@ -229,8 +230,8 @@ SUITES = (
             Figure("durable.send_rate", "fsync always: sends", None, "/s"),
             Figure("durable.settle_rate", "fsync always: consume + ack", None, "/s"),
             Figure("never.send", "fsync never: send / raw writes of one record", 0.25),
-            Figure("never.send_grouped", "fsync never: send / raw writes of 100 joined"),
-            Figure("never.send_rate", "fsync never: sends in a CPU second", None, "/s"),
+            Figure("never.send_grouped", "fsync never: send / raw writes of 100 records"),
+            Figure("never.send_rate", "fsync never: sends per CPU second", None, "/s"),
         ),
         _send,
     ),
@@ -238,10 +239,10 @@ SUITES = (
         "peers",
         (
             Figure("durable.cycle", "send, then consume + ack / best SQLite peer", 15.0),
-            Figure("durable.cycle_mixed", "the same, senders beside consumers"),
-            Figure("durable.cycle_relaxed", "the same as the first, peers' gets not synced"),
+            Figure("durable.cycle_mixed", "send and consume + ack at once / best SQLite peer"),
+            Figure("durable.cycle_relaxed", "send, then consume + ack / peers with unsynced gets"),
             Figure("durable.cycle_rate", "send + consume + ack", None, "/s"),
-            Figure("peers.cycle_rate", "put + get + ack of the best peer", None, "/s"),
+            Figure("peers.cycle_rate", "best SQLite peer: put + get + ack", None, "/s"),
         ),
         _peers,
     ),

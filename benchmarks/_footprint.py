@@ -1,4 +1,4 @@
-"""Memory by tracemalloc (what Python allocated, to the byte), and how cost grows with size."""
+"""Benchmarks of memory per message and per queue, and of how costs grow with size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _used() -> int:
 
 
 async def _memory(scale: Scale) -> Mapping[str, float]:
-    """All messages share one body, so that what is counted is all that is beside it."""
+    """Measure memory with tracemalloc; all messages share one body, so it is not counted."""
     count, queues = scale.of(50_000, 500), scale.of(1_000, 20)
     tracemalloc.start()
     try:
@@ -68,7 +68,7 @@ async def _many_queues(scale: Scale) -> Mapping[str, float]:
             await engine.create(name)
         await engine.create("one", max_depth=10 * number)
         one = ["one"] * number
-        await _publish(engine, one + names)  # a queue's first message costs it a bucket
+        await _publish(engine, one + names)  # the first message of a queue allocates its bucket
         many = single = 0.0
         for _ in range(4):
             single += await _publish(engine, one)
@@ -77,7 +77,7 @@ async def _many_queues(scale: Scale) -> Mapping[str, float]:
 
 
 async def _many_bare_queues(number: int) -> float:
-    """The same with asyncio's queues: what the processor's caches alone make of it."""
+    """Measure the same ratio with asyncio's queues, where only CPU caches make a difference."""
     queues: list[asyncio.PriorityQueue[tuple[int, int, bytes]]]
     queues = [asyncio.PriorityQueue() for _ in range(number)]
     one = [asyncio.PriorityQueue[tuple[int, int, bytes]]()] * number
@@ -129,18 +129,18 @@ SUITES = (
     Suite(
         "footprint",
         (
-            Figure("footprint.message", "a queued message beside its body", 200, "B", at_most=True),
-            Figure("footprint.in_flight", "more while it is in flight", 150, "B", at_most=True),
-            Figure("footprint.queue", "an empty queue", 1_300, "B", at_most=True),
-            Figure("footprint.durable", "a queued message, durable, beside its body", None, "B"),
+            Figure("footprint.message", "queued message without its body", 200, "B", at_most=True),
+            Figure("footprint.in_flight", "additional memory in flight", 150, "B", at_most=True),
+            Figure("footprint.queue", "empty queue", 1_300, "B", at_most=True),
+            Figure("footprint.durable", "queued durable message without its body", None, "B"),
         ),
         _memory,
     ),
     Suite(
         "queues",
         (
-            Figure("scale.queues", "publish in 10,000 queues / in one", 1.2, at_most=True),
-            Figure("scale.queues_bare", "the same of asyncio.PriorityQueue.put"),
+            Figure("scale.queues", "publish to 10,000 queues / to one", 1.2, at_most=True),
+            Figure("scale.queues_bare", "PriorityQueue.put to 10,000 queues / to one"),
         ),
         _many_queues,
     ),

@@ -1,4 +1,4 @@
-"""Kafka, beside aiokafka itself, FastStream and Repid."""
+"""Benchmarks of Kafka against plain aiokafka, FastStream and Repid."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks._service import (
     ORDER,
     Countdown,
     address,
-    by_turns,
-    concurrently,
-    consuming,
-    consuming_batches,
-    one_by_one,
+    alternate,
+    batch_consume_rate,
+    concurrent_rate,
+    consume_rate,
     order_bytes,
-    sending,
+    sending_service,
+    sequential_rate,
     unique,
 )
 from qkit import Settings
@@ -35,7 +35,7 @@ def _settings() -> Settings:
 
 @asynccontextmanager
 async def _topic(name: str) -> AsyncGenerator[str, None]:
-    """A topic of one partition, as qkit makes it."""
+    """Create a topic with one partition, as qkit does, and delete it afterwards."""
     admin = AIOKafkaAdminClient(bootstrap_servers=address("kafka"))
     await admin.start()
     try:
@@ -63,7 +63,7 @@ async def _send(scale: Scale) -> Mapping[str, float]:
     async with (
         _topic(unique("raw")) as topic,
         _producer() as producer,
-        sending(_settings(), name) as service,
+        sending_service(_settings(), name) as service,
     ):
 
         async def publish() -> None:
@@ -73,8 +73,8 @@ async def _send(scale: Scale) -> Mapping[str, float]:
             return service.send(name, ORDER)
 
         await publish()
-        raw_single, single = await by_turns(one_by_one, few, publish, send)
-        raw_many, many = await by_turns(concurrently, scale.count, publish, send)
+        raw_single, single = await alternate(sequential_rate, few, publish, send)
+        raw_many, many = await alternate(concurrent_rate, scale.count, publish, send)
     return {
         "kafka.send_one": single / raw_single,
         "kafka.send": many / raw_many,
@@ -91,7 +91,7 @@ async def _fill(name: str, count: int, headers: list[tuple[str, bytes]] | None =
 
 
 async def _raw_consume(count: int) -> float:
-    """The practical limit that loses nothing: as many as there are, then one commit."""
+    """Measure the practical limit without message loss: large batches, each with one commit."""
     countdown = Countdown(count)
     async with _topic(unique("raw")) as name:
         await _fill(name, count)
@@ -116,7 +116,7 @@ async def _raw_consume(count: int) -> float:
 
 
 async def _faststream(count: int) -> float:
-    """Its default, which commits by the clock and loses what it held."""
+    """Measure FastStream's default: it commits on a timer, so a crash loses messages in flight."""
     kafka = peer("faststream.kafka")
     countdown = Countdown(count)
     async with _topic(unique("faststream")) as name:
@@ -158,14 +158,14 @@ async def _consume(scale: Scale) -> Mapping[str, float]:
     raw = await _raw_consume(scale.count)
     faststream = await _faststream(few)
     repid = await _repid(few)
-    ours = await consuming(_settings(), unique("consume"), scale.count, prefetch=500)
-    batches = await consuming_batches(_settings(), unique("batches"), scale.count, 100)
+    rate = await consume_rate(_settings(), unique("consume"), scale.count, prefetch=500)
+    batches = await batch_consume_rate(_settings(), unique("batches"), scale.count, 100)
     return {
-        "kafka.consume": ours / raw,
-        "kafka.consume_faststream": ours / faststream,
-        "kafka.consume_repid": ours / repid,
-        "kafka.batches": batches / ours,
-        "kafka.consume_rate": ours,
+        "kafka.consume": rate / raw,
+        "kafka.consume_faststream": rate / faststream,
+        "kafka.consume_repid": rate / repid,
+        "kafka.batches": batches / rate,
+        "kafka.consume_rate": rate,
     }
 
 
@@ -185,7 +185,7 @@ SUITES = (
             Figure("kafka.consume", "Kafka: consume / getmany of 500 with a commit", 0.25),
             Figure("kafka.consume_faststream", "Kafka: consume / FastStream (lossy)", 4.0),
             Figure("kafka.consume_repid", "Kafka: consume / Repid"),
-            Figure("kafka.batches", "Kafka: a handler of batches of 100 / one of messages"),
+            Figure("kafka.batches", "Kafka: handler of batches of 100 / of single messages"),
             Figure("kafka.consume_rate", "Kafka: consume", None, "/s"),
         ),
         _consume,

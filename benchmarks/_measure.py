@@ -1,9 +1,9 @@
-"""Shared machinery: figures with their bars, interleaved repetitions, waivers, table and JSON.
+"""Benchmark runner: figures with targets, interleaved repetitions, waivers, table and JSON.
 
-A suite measures some figures together, once for each repetition; both sides of a ratio run in the
-same repetition, one right after the other. The repetitions of all suites are interleaved, so that
-a machine that is busy for a while disturbs one repetition of each and not all of one. A figure is
-the median of its repetitions; the lowest and highest are printed with it.
+A suite measures several figures in each repetition. Both sides of a ratio run in the same
+repetition, one directly after the other. The repetitions of all suites are interleaved, so that a
+short load on the machine disturbs one repetition of each suite, not every repetition of one suite.
+The value of a figure is the median of its repetitions; the lowest and highest are also printed.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ __all__ = ["Figure", "Missing", "Result", "Scale", "Suite", "Waiver", "judge", "
 
 State = Literal["pass", "fail", "waived", "obsolete", "missing", "info"]
 WAIVERS: Final = Path(__file__).with_name("waivers.toml")
-COSTLY: Final = 1  # repetitions of a suite that takes minutes for each
+COSTLY_REPETITIONS: Final = 1  # for a suite that takes minutes
 
 
 class Missing(Exception):
-    """What a suite compares with is not there; the text says what."""
+    """A peer or broker that a suite needs is missing; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure and its bar; without a bar it is only reported."""
+    """A measured value and its target; without a target it is only reported."""
 
     name: str
     title: str
-    bar: float | None = None
+    target: float | None = None
     unit: str = "×"
-    at_most: bool = False  # else the bar is the least
+    at_most: bool = False  # whether the target is a maximum instead of a minimum
 
     def meets(self, value: float) -> bool:
-        """Whether a value is on the right side of the bar."""
-        if self.bar is None:
+        """Return whether a value meets the target."""
+        if self.target is None:
             return True
-        return value <= self.bar if self.at_most else value >= self.bar
+        return value <= self.target if self.at_most else value >= self.target
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much a repetition does, and where it may write."""
+    """Size of a repetition, and the directory for its data."""
 
     count: int
     quick: bool
     directory: Path
 
     def of(self, full: int, quick: int) -> int:
-        """A number of its own for what ``count`` does not fit."""
+        """Return ``quick`` in a quick run, otherwise ``full``; for sizes other than ``count``."""
         return quick if self.quick else full
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Figures that are measured together; ``run`` gives the values of one repetition."""
+    """Figures that are measured together; ``run`` returns the values of one repetition."""
 
     name: str
     figures: tuple[Figure, ...]
@@ -78,7 +78,7 @@ class Suite:
 
 @dataclass(frozen=True, slots=True)
 class Waiver:
-    """A bar that is known to be missed: why, and what was measured then."""
+    """Reason why a figure may miss its target, and the measured value."""
 
     reason: str
     measured: float | None = None
@@ -86,7 +86,7 @@ class Waiver:
 
 @dataclass(slots=True)
 class Result:
-    """What came of a figure."""
+    """Samples of a figure, and its state."""
 
     figure: Figure
     samples: list[float] = field(default_factory=list[float])
@@ -95,12 +95,12 @@ class Result:
 
     @property
     def median(self) -> float | None:
-        """The figure itself, ``None`` if it is missing."""
+        """Median of the samples; ``None`` if there are none."""
         return statistics.median(self.samples) if self.samples else None
 
 
 def waivers(path: Path = WAIVERS) -> dict[str, Waiver]:
-    """The waivers that are written down."""
+    """Return the waivers in a file, by name of the figure."""
     if not path.exists():
         return {}
     return {
@@ -110,17 +110,17 @@ def waivers(path: Path = WAIVERS) -> dict[str, Waiver]:
 
 
 def judge(results: Sequence[Result], waived: Mapping[str, Waiver]) -> bool:
-    """Set the state of every result; whether all is as it should be.
+    """Set the state of every result, and return whether the check passes.
 
-    A missing figure counts like a missed one: a peer that is no longer installed must not make a
-    check pass. A waiver is for either. Its figure may meet the bar again: then it is obsolete,
-    which is said and is no failure.
+    A missing figure fails the check like a missed target: otherwise the check would pass when a
+    peer is not installed. A waiver excuses both. A waiver whose figure meets its target is
+    obsolete; it is reported but does not fail the check.
     """
     for result in results:
         value, waiver = result.median, waived.get(result.figure.name)
         if value is None:
             result.state = "waived" if waiver else "missing"
-        elif result.figure.bar is None:
+        elif result.figure.target is None:
             result.state = "info"
         elif result.figure.meets(value):
             result.state = "obsolete" if waiver else "pass"
@@ -129,54 +129,58 @@ def judge(results: Sequence[Result], waived: Mapping[str, Waiver]) -> bool:
         if waiver is not None and result.state == "waived":
             result.note = "; ".join(filter(None, (result.note, waiver.reason)))
         elif result.state == "obsolete":
-            result.note = "meets its bar: take it out of waivers.toml"
+            result.note = "meets its target: remove its waiver from waivers.toml"
     return all(result.state not in ("fail", "missing") for result in results)
 
 
 def measure(
-    suites: Sequence[Suite], scale: Scale, repeat: int, *, say: Callable[[str], None] = print
+    suites: Sequence[Suite], scale: Scale, repeat: int, *, report: Callable[[str], None] = print
 ) -> list[Result]:
-    """Run the suites, their repetitions interleaved."""
+    """Run the suites with interleaved repetitions, and return the results."""
     results = {figure.name: Result(figure) for suite in suites for figure in suite.figures}
-    gone: set[str] = set()
-    for turn in range(repeat):
+    skipped: set[str] = set()
+    for repetition in range(repeat):
         for suite in suites:
-            if suite.name in gone or (suite.costly and turn >= COSTLY):
+            if suite.name in skipped or (suite.costly and repetition >= COSTLY_REPETITIONS):
                 continue
             started = time.perf_counter()
             try:
                 values = _once(suite, scale)
             except Missing as reason:
-                gone.add(suite.name)
+                skipped.add(suite.name)
                 for figure in suite.figures:
                     results[figure.name].note = str(reason)
                 continue
             for name, value in values.items():
                 results[name].samples.append(value)
-            say(f"  {turn + 1}/{repeat} {suite.name} ({time.perf_counter() - started:.1f} s)")
+            report(
+                f"  {repetition + 1}/{repeat} {suite.name} ({time.perf_counter() - started:.1f} s)"
+            )
     return list(results.values())
 
 
 def _once(suite: Suite, scale: Scale) -> Mapping[str, float]:
     gc.collect()
     with tempfile.TemporaryDirectory(dir=scale.directory, ignore_cleanup_errors=True) as directory:
-        own = Scale(scale.count, scale.quick, Path(directory))
+        suite_scale = Scale(scale.count, scale.quick, Path(directory))
 
         async def run() -> Mapping[str, float]:
-            return await suite.run(own)
+            return await suite.run(suite_scale)
 
         return asyncio.run(run())
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as text, a line for each."""
-    rows = [("figure", "", "median", "spread", "bar", "")]
+    """Return the results as a text table."""
+    rows = [("figure", "", "median", "spread", "target", "")]
     for result in results:
         figure, value = result.figure, result.median
-        bar = "" if figure.bar is None else f"{'≤' if figure.at_most else '≥'} {_(figure.bar)}"
+        target = (
+            "" if figure.target is None else f"{'≤' if figure.at_most else '≥'} {_(figure.target)}"
+        )
         spread = f"{_(min(result.samples))}–{_(max(result.samples))}" if result.samples else ""
-        shown = "—" if value is None else f"{_(value)} {figure.unit}"
-        rows.append((figure.name, figure.title, shown, spread, bar, result.state))
+        median = "—" if value is None else f"{_(value)} {figure.unit}"
+        rows.append((figure.name, figure.title, median, spread, target, result.state))
     widths = [max(len(row[at]) for row in rows) for at in range(6)]
     lines = [
         f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  "
@@ -194,7 +198,7 @@ def _(value: float) -> str:
 
 
 def select(suites: Sequence[Suite], pattern: str | None) -> list[Suite]:
-    """The suites with a figure, or of a name, that the pattern matches."""
+    """Return the suites whose own name or a figure's name matches or contains the pattern."""
     if pattern is None:
         return list(suites)
     return [
@@ -214,24 +218,28 @@ def main(
     arguments: Sequence[str] | None = None,
     waived: Mapping[str, Waiver] | None = None,
 ) -> int:
-    """The command line of a benchmark; the exit code."""
+    """Run the command line of a benchmark, and return the exit code."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--count", type=int, help="messages in a repetition")
-    parser.add_argument("--repeat", type=int, help="repetitions of each suite")
-    parser.add_argument("--only", metavar="PATTERN", help="suites or figures of such a name")
-    parser.add_argument("--quick", action="store_true", help="small counts: only to see it run")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a bar is missed")
-    parser.add_argument("--directory", type=Path, help="where to write (default: here)")
+    parser.add_argument("--count", type=int, help="set the messages per repetition")
+    parser.add_argument("--repeat", type=int, help="set the repetitions of each suite")
+    parser.add_argument(
+        "--only", metavar="PATTERN", help="run only suites with a matching name or figure"
+    )
+    parser.add_argument("--quick", action="store_true", help="use tiny counts, as a smoke test")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed")
+    parser.add_argument(
+        "--directory", type=Path, help="write data to this directory (default: that of the results)"
+    )
     options = parser.parse_args(arguments)
     directory = options.directory or output.parent
     scale = Scale(options.count or (500 if options.quick else 20_000), options.quick, directory)
     repeat = options.repeat or (1 if options.quick else 5)
     chosen = select(suites, options.only)
     if not chosen:
-        parser.error(f"no figure is called {options.only!r}")
+        parser.error(f"no suite or figure matches {options.only!r}")
     before = os.getloadavg()
-    results = measure(chosen, scale, repeat, say=lambda line: print(line, file=sys.stderr))
-    good = judge(results, waivers() if waived is None else waived)
+    results = measure(chosen, scale, repeat, report=lambda line: print(line, file=sys.stderr))
+    passed = judge(results, waivers() if waived is None else waived)
     print(table(results))
     load = f"load {before[0]:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} CPUs"
     print(f"{platform.python_implementation()} {platform.python_version()}, {load}")
@@ -252,4 +260,4 @@ def main(
         },
     }
     output.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-    return 0 if good or not options.check else 1
+    return 0 if passed or not options.check else 1

@@ -1,4 +1,4 @@
-"""RabbitMQ, beside aio-pika itself and FastStream."""
+"""Benchmarks of RabbitMQ against plain aio-pika and FastStream."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from benchmarks._service import (
     ORDER,
     PREFETCH,
     Countdown,
-    Trip,
+    LatencyTimer,
     address,
-    by_turns,
-    concurrently,
-    consuming,
-    dead_lettering_expired,
-    latencies,
-    one_by_one,
+    alternate,
+    concurrent_rate,
+    consume_rate,
+    expired_rate,
+    median_latencies,
     order_bytes,
-    sending,
+    sending_service,
+    sequential_rate,
     unique,
 )
 from qkit import Settings
@@ -43,7 +43,7 @@ async def _send(scale: Scale) -> Mapping[str, float]:
     count, few = scale.count // 2, max(100, scale.count // 20)
     async with (
         await aio_pika.connect(address("rabbitmq")) as connection,
-        sending(_settings(), name) as service,
+        sending_service(_settings(), name) as service,
     ):
         channel = await connection.channel()
         queue = await channel.declare_queue(raw, durable=True)
@@ -55,8 +55,8 @@ async def _send(scale: Scale) -> Mapping[str, float]:
         def send() -> Awaitable[object]:
             return service.send(name, ORDER)
 
-        raw_single, single = await by_turns(one_by_one, few, publish, send)
-        raw_many, many = await by_turns(concurrently, count, publish, send)
+        raw_single, single = await alternate(sequential_rate, few, publish, send)
+        raw_many, many = await alternate(concurrent_rate, count, publish, send)
         await queue.delete(if_unused=False, if_empty=False)
     return {
         "rabbitmq.send_one": single / raw_single,
@@ -88,7 +88,7 @@ async def _delete(name: str) -> None:
 
 
 async def _raw_consume(count: int) -> float:
-    """As most people write it: a callback that acknowledges each message."""
+    """Measure the usual aio-pika consumer: a callback that acks each message."""
     name, countdown = unique("raw"), Countdown(count)
     await _fill(name, count)
     async with await aio_pika.connect(address("rabbitmq")) as connection:
@@ -130,24 +130,24 @@ async def _consume(scale: Scale) -> Mapping[str, float]:
     count = max(200, scale.count // 2 // 100 * 100)
     raw = await _raw_consume(count)
     faststream = await _faststream(max(200, count // 4 // 100 * 100))
-    ours = await consuming(_settings(), unique("consume"), count)
+    own = await consume_rate(_settings(), unique("consume"), count)
     return {
-        "rabbitmq.consume": ours / raw,
-        "rabbitmq.consume_faststream": ours / faststream,
-        "rabbitmq.consume_rate": ours,
+        "rabbitmq.consume": own / raw,
+        "rabbitmq.consume_faststream": own / faststream,
+        "rabbitmq.consume_rate": own,
     }
 
 
 async def _expired(scale: Scale) -> Mapping[str, float]:
-    """A group of a topic: from another quorum queue the broker removes what expired itself."""
+    """Measure a topic's quorum queue; from other quorum queues the broker removes such messages."""
     backend = RabbitMQBackend(address("rabbitmq"), quorum=True)
     name, count = unique("expired"), scale.of(10_000, 200)
-    rate = await dead_lettering_expired(_settings(), backend, name, count, broadcast=True)
+    rate = await expired_rate(_settings(), backend, name, count, broadcast=True)
     return {"rabbitmq.expired_rate": rate}
 
 
-async def _way(scale: Scale) -> Mapping[str, float]:
-    name, trip = unique("latency"), Trip()
+async def _latency(scale: Scale) -> Mapping[str, float]:
+    name, timer = unique("latency"), LatencyTimer()
     async with await aio_pika.connect(address("rabbitmq")) as connection:
         channel = await connection.channel()
         await channel.set_qos(prefetch_count=1)
@@ -155,7 +155,7 @@ async def _way(scale: Scale) -> Mapping[str, float]:
 
         async def handle(message: AbstractIncomingMessage) -> None:
             Order.model_validate_json(message.body)
-            trip.end()
+            timer.end()
             await message.ack()
 
         def publish() -> Awaitable[object]:
@@ -163,9 +163,9 @@ async def _way(scale: Scale) -> Mapping[str, float]:
             return channel.default_exchange.publish(message, name)
 
         await queue.consume(handle)
-        theirs, ours = await latencies(_settings(), scale.of(1_000, 40), trip, publish)
+        plain, own = await median_latencies(_settings(), scale.of(1_000, 40), timer, publish)
         await queue.delete(if_unused=False, if_empty=False)
-    return {"rabbitmq.latency": ours / theirs, "rabbitmq.latency_p50": ours}
+    return {"rabbitmq.latency": own / plain, "rabbitmq.latency_p50": own}
 
 
 SUITES = (
@@ -192,7 +192,7 @@ SUITES = (
         (
             Figure(
                 "rabbitmq.expired_rate",
-                "RabbitMQ, quorum: expired ahead of a live message, concurrency=1",
+                "RabbitMQ, quorum: expired messages, concurrency=1",
                 None,
                 "/s",
             ),
@@ -205,6 +205,6 @@ SUITES = (
             Figure("rabbitmq.latency", "RabbitMQ: latency p50 / aio-pika", 1.25, at_most=True),
             Figure("rabbitmq.latency_p50", "RabbitMQ: latency p50", None, "ms"),
         ),
-        _way,
+        _latency,
     ),
 )

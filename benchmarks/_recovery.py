@@ -1,4 +1,4 @@
-"""How long a durable engine takes to open, and how long tidying its log holds the event loop."""
+"""Benchmarks of opening a durable engine, and of event-loop lag while its log is maintained."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from qkit.native.storage.storage import Storage
 
 __all__ = ["SUITES"]
 
-TOGETHER = 1_000  # messages of one publish while a log is made
-TICK = 0.001
+PUBLISH_BATCH_SIZE = 1_000  # messages per call that fills a log
+TICK_SECONDS = 0.001
 
 
 @asynccontextmanager
-async def _untidied(path: Path, segment_bytes: int = 64 << 20) -> AsyncGenerator[Engine]:
-    """An engine whose log is tidied only when it is asked for."""
+async def _without_maintenance(path: Path, segment_bytes: int = 64 << 20) -> AsyncGenerator[Engine]:
+    """Open an engine without automatic maintenance of its log."""
     engine = Engine(clock=SystemClock())
     clock = engine.clock
     storage = Storage(Disk(path), clock=clock, fsync="never", segment_bytes=segment_bytes)
     await engine.attach(storage)
-    keeper = storage._maintenance_task
-    assert keeper is not None
-    keeper.cancel()
+    maintenance = storage._maintenance_task
+    assert maintenance is not None
+    maintenance.cancel()
     async with engine:
         yield engine
 
 
 async def _fill(engine: Engine, queue: str, count: int) -> None:
     backend = NativeBackend(engine=engine)
-    for start in range(0, count, TOGETHER):
-        number = min(TOGETHER, count - start)
+    for start in range(0, count, PUBLISH_BATCH_SIZE):
+        number = min(PUBLISH_BATCH_SIZE, count - start)
         await backend.publish(queue, [Envelope(new_id(), BODY) for _ in range(number)])
 
 
@@ -67,45 +67,45 @@ async def _open(path: Path) -> float:
     return spent
 
 
-async def _tidy(path: Path, *, compact: bool = True) -> None:
-    async with _untidied(path) as engine:
+async def _maintain(path: Path, *, compact: bool = True) -> None:
+    async with _without_maintenance(path) as engine:
         await engine.storage.maintain(compact=compact)
 
 
-def _without_snapshot(path: Path) -> None:
+def _delete_snapshots(path: Path) -> None:
     for snapshot in path.rglob("*.snap"):
         snapshot.unlink()
 
 
 async def _recovery(scale: Scale) -> Mapping[str, float]:
     records = scale.of(1_000_000, 3_000)
-    # A third are publishes, a third claims, a third acks, but for one message in a hundred.
+    # One third publishes, one third claims, one third acks; 1 % of the messages stay unsettled.
     settled = scale.directory / "settled"
-    async with _untidied(settled) as engine:
+    async with _without_maintenance(settled) as engine:
         await engine.create("bench", max_depth=records)
         number = records // 3
-        for _ in range(10):  # in turns: a real queue is never so deep
+        for _ in range(10):  # fill and settle in turns, because a real queue is rarely deep
             await _fill(engine, "bench", number // 10)
             await _settle(engine, "bench", number // 10 * 99 // 100)
-    await _tidy(settled, compact=False)
-    short = await _open(settled)
-    _without_snapshot(settled)
+    await _maintain(settled, compact=False)
+    settled_snapshot = await _open(settled)
+    _delete_snapshots(settled)
     log = await _open(settled)
-    await _tidy(settled)
+    await _maintain(settled)
     tidied = await _open(settled)
 
     live = scale.directory / "live"
-    async with _untidied(live) as engine:
+    async with _without_maintenance(live) as engine:
         await engine.create("bench", max_depth=records)
         await _fill(engine, "bench", records)
-    await _tidy(live)
+    await _maintain(live)
     with_snapshot = await _open(live)
-    _without_snapshot(live)
+    _delete_snapshots(live)
     without = await _open(live)
     shutil.rmtree(settled)
     shutil.rmtree(live)
     return {
-        "recovery.settled": log / short,
+        "recovery.settled": log / settled_snapshot,
         "recovery.settled_seconds": log,
         "recovery.settled_tidied": log / tidied,
         "recovery.live": without / with_snapshot,
@@ -114,14 +114,14 @@ async def _recovery(scale: Scale) -> Mapping[str, float]:
     }
 
 
-class _Lag:
-    """The longest time for which the loop did not come round to a tick, while it is entered."""
+class _LagMonitor:
+    """Context manager that measures the longest delay of a periodic task on the event loop."""
 
     def __init__(self) -> None:
         self.longest = 0.0
-        self.own = 0.0  # the loop's own work in that time: not what other threads or programs took
+        self.own = 0.0  # the same in CPU time of the loop's thread only
 
-    async def __aenter__(self) -> _Lag:
+    async def __aenter__(self) -> _LagMonitor:
         self._task = asyncio.create_task(self._tick())
         await asyncio.sleep(0)
         return self
@@ -133,44 +133,44 @@ class _Lag:
     async def _tick(self) -> None:
         while True:
             before, worked = time.perf_counter(), time.thread_time()
-            await asyncio.sleep(TICK)
-            self.longest = max(self.longest, time.perf_counter() - before - TICK)
+            await asyncio.sleep(TICK_SECONDS)
+            self.longest = max(self.longest, time.perf_counter() - before - TICK_SECONDS)
             self.own = max(self.own, time.thread_time() - worked)
 
 
 async def _compaction(scale: Scale) -> Mapping[str, float]:
-    """Half of the segments are two fifths wanted; others publish all the while."""
-    live, spare = scale.of(1_000_000, 5_000), scale.of(10_000, 100)
+    """Publish while compacting a log; in half of its segments, 40 % of the messages are live."""
+    live, reserve = scale.of(1_000_000, 5_000), scale.of(10_000, 100)
     segment = scale.of(8 << 20, 64 << 10)
-    dense = segment // 180  # about the messages of a segment
+    dense = segment // 180  # approximate number of messages in a segment
     sparse = dense * 2 // 5
-    async with _untidied(scale.directory / "engine", segment) as engine:
+    async with _without_maintenance(scale.directory / "engine", segment) as engine:
         await engine.create("kept", max_depth=2 * live)
-        await engine.create("gone", max_depth=2 * live)
-        left = live - spare
-        while left > 0:
-            await _fill(engine, "kept", min(left, dense))
-            left -= dense
+        await engine.create("purged", max_depth=2 * live)
+        remaining = live - reserve
+        while remaining > 0:
+            await _fill(engine, "kept", min(remaining, dense))
+            remaining -= dense
             for _ in range(10):
-                await _fill(engine, "kept", max(0, min(left, sparse // 10)))
-                await _fill(engine, "gone", (dense - sparse) // 10)
-                left -= sparse // 10
-        await engine.purge("gone")
+                await _fill(engine, "kept", max(0, min(remaining, sparse // 10)))
+                await _fill(engine, "purged", (dense - sparse) // 10)
+                remaining -= sparse // 10
+        await engine.purge("purged")
         gc.collect()
         published = 0
 
         async def publish() -> None:
             nonlocal published
-            while published < spare:
+            while published < reserve:
                 published += 1
                 await engine.publish("kept", BODY)
-                await asyncio.sleep(TICK)
+                await asyncio.sleep(TICK_SECONDS)
 
         publisher = asyncio.create_task(publish())
-        async with _Lag() as idle:
+        async with _LagMonitor() as idle:
             await asyncio.sleep(scale.of(3, 0))
         started = time.perf_counter()
-        async with _Lag() as lag:
+        async with _LagMonitor() as lag:
             await engine.storage.maintain()
         spent = time.perf_counter() - started
         publisher.cancel()
@@ -190,11 +190,11 @@ SUITES = (
             Figure(
                 "recovery.settled", "1,000,000 records, 99 % settled: without / with snapshot", 10.0
             ),
-            Figure("recovery.settled_seconds", "the same: without", None, "s"),
-            Figure("recovery.settled_tidied", "the same: without / compacted and with snapshot"),
+            Figure("recovery.settled_seconds", "99 % settled: without snapshot", None, "s"),
+            Figure("recovery.settled_tidied", "99 % settled: without / compacted with snapshot"),
             Figure("recovery.live", "1,000,000 live messages: without / with snapshot"),
-            Figure("recovery.live_seconds", "the same: without", None, "s"),
-            Figure("recovery.live_snapshot_seconds", "the same: with", None, "s"),
+            Figure("recovery.live_seconds", "live messages: without snapshot", None, "s"),
+            Figure("recovery.live_snapshot_seconds", "live messages: with snapshot", None, "s"),
         ),
         _recovery,
         costly=True,
@@ -204,14 +204,14 @@ SUITES = (
         (
             Figure(
                 "compaction.lag",
-                "the loop's longest lag at 1,000,000 live",
+                "longest loop lag at 1,000,000 live messages",
                 50,
                 "ms",
                 at_most=True,
             ),
-            Figure("compaction.lag_own", "of that, longest work of the loop itself", None, "ms"),
-            Figure("compaction.lag_idle", "longest lag with nothing to tidy", None, "ms"),
-            Figure("compaction.seconds", "time that tidying took", None, "s"),
+            Figure("compaction.lag_own", "longest CPU time of the loop in a tick", None, "ms"),
+            Figure("compaction.lag_idle", "longest loop lag without maintenance", None, "ms"),
+            Figure("compaction.seconds", "duration of the maintenance", None, "s"),
         ),
         _compaction,
         costly=True,

@@ -1,4 +1,4 @@
-"""Redis lists and pub/sub, beside redis-py itself, FastStream and Repid."""
+"""Benchmarks of Redis lists and pub/sub against plain redis-py, FastStream and Repid."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from benchmarks._service import (
     ORDER,
     PREFETCH,
     Countdown,
-    Trip,
+    LatencyTimer,
     address,
-    by_turns,
-    concurrently,
-    consuming,
-    dead_lettering_expired,
-    latencies,
-    one_by_one,
+    alternate,
+    concurrent_rate,
+    consume_rate,
+    create_service,
+    expired_rate,
+    median_latencies,
     order_bytes,
-    sending,
-    service_of,
+    sending_service,
+    sequential_rate,
     unique,
 )
 from qkit import Settings, consume
@@ -35,27 +35,27 @@ __all__ = ["SUITES"]
 
 
 def _client() -> Any:
-    """redis-py; its types leave open whether a command is awaited, and what it answers."""
+    """Return a redis-py client as ``Any``: its types mix synchronous and asynchronous results."""
     return Redis.from_url(address("redis"))
 
 
 def _settings(mode: str = "list") -> Settings:
-    return Settings(type="redis", mode=mode, url=address("redis"))  # type: ignore[arg-type]  # one of two
+    return Settings(type="redis", mode=mode, url=address("redis"))  # type: ignore[arg-type]  # list or pubsub
 
 
 async def _send(scale: Scale) -> Mapping[str, float]:
     name, channel, body = unique("raw"), unique("send"), order_bytes()
     few = max(100, scale.count // 10)
-    async with _client() as raw, sending(_settings(), channel) as service:
+    async with _client() as raw, sending_service(_settings(), channel) as service:
 
         def push() -> Awaitable[object]:
-            return raw.rpush(name, order_bytes())  # type: ignore[no-any-return]  # untyped
+            return raw.rpush(name, order_bytes())  # type: ignore[no-any-return]  # untyped client
 
         def send() -> Awaitable[object]:
             return service.send(channel, ORDER)
 
-        raw_single, single = await by_turns(one_by_one, few, push, send)
-        raw_many, many = await by_turns(concurrently, scale.count, push, send)
+        raw_single, single = await alternate(sequential_rate, few, push, send)
+        raw_many, many = await alternate(concurrent_rate, scale.count, push, send)
         started = time.perf_counter()
         for _ in range(scale.count // 500):
             pipeline = raw.pipeline(transaction=False)
@@ -76,7 +76,7 @@ async def _send(scale: Scale) -> Mapping[str, float]:
 
 
 async def _raw_streams(count: int) -> float:
-    """The practical limit of redis-py that loses nothing: groups of a hundred, read and acked."""
+    """Measure the practical limit of redis-py without message loss: a stream in batches of 100."""
     name, body = unique("stream"), order_bytes()
     countdown = Countdown(count)
     async with _client() as raw:
@@ -99,7 +99,7 @@ async def _raw_streams(count: int) -> float:
 
 
 async def _faststream(count: int) -> float:
-    """A list; what it holds when it dies is lost."""
+    """Measure FastStream on a list, where a killed consumer loses its messages in flight."""
     redis = peer("faststream.redis")
     name, countdown = unique("faststream"), Countdown(count)
     broker = redis.RedisBroker(address("redis"), logger=None)
@@ -117,7 +117,7 @@ async def _faststream(count: int) -> float:
 
 
 async def _repid(count: int) -> float:
-    """A stream, acknowledged one by one."""
+    """Measure Repid on a stream, which acks messages one by one."""
     repid = peer("repid")
     name, countdown = unique("repid"), Countdown(count)
     server = repid.RedisServer(address("redis"), batch_size=PREFETCH)
@@ -157,45 +157,45 @@ async def _consume(scale: Scale) -> Mapping[str, float]:
     faststream = await _faststream(few)
     repid = await _repid(few)
     streams = await _raw_streams(scale.count)
-    ours = await consuming(_settings(), unique("consume"), scale.count)
+    own = await consume_rate(_settings(), unique("consume"), scale.count)
     return {
-        "redis.consume_faststream": ours / faststream,
-        "redis.consume_repid": ours / repid,
-        "redis.consume": ours / streams,
-        "redis.consume_rate": ours,
+        "redis.consume_faststream": own / faststream,
+        "redis.consume_repid": own / repid,
+        "redis.consume": own / streams,
+        "redis.consume_rate": own,
     }
 
 
 async def _expired(scale: Scale) -> Mapping[str, float]:
     backend = RedisListBackend(address("redis"))
     name, count = unique("expired"), scale.of(10_000, 200)
-    return {"redis.expired_rate": await dead_lettering_expired(_settings(), backend, name, count)}
+    return {"redis.expired_rate": await expired_rate(_settings(), backend, name, count)}
 
 
-async def _way(scale: Scale) -> Mapping[str, float]:
-    name, trip = unique("latency"), Trip()
+async def _latency(scale: Scale) -> Mapping[str, float]:
+    name, timer = unique("latency"), LatencyTimer()
     async with _client() as raw:
 
         async def read() -> None:
             while True:
                 _, content = await raw.blpop([name])
                 Order.model_validate_json(content)
-                trip.end()
+                timer.end()
 
         reading = asyncio.create_task(read(), name="reader")
-        theirs, ours = await latencies(
-            _settings(), scale.of(1_000, 40), trip, lambda: raw.rpush(name, order_bytes())
+        plain, own = await median_latencies(
+            _settings(), scale.of(1_000, 40), timer, lambda: raw.rpush(name, order_bytes())
         )
         reading.cancel()
         await asyncio.wait([reading])
-    return {"redis.latency": ours / theirs, "redis.latency_p50": ours}
+    return {"redis.latency": own / plain, "redis.latency_p50": own}
 
 
 async def _pubsub_sample(name: str) -> bytes:
-    """A message as qkit publishes it."""
+    """Return a message as qkit publishes it through pub/sub."""
     async with _client() as raw, raw.pubsub() as subscriber:
         await subscriber.subscribe(name)
-        async with service_of(_settings("pubsub")) as service:
+        async with create_service(_settings("pubsub")) as service:
             await service.publish(name, ORDER)
             while True:
                 message = await subscriber.get_message(timeout=5)
@@ -243,10 +243,10 @@ async def _pubsub(scale: Scale) -> Mapping[str, float]:
     async def handle(order: Order) -> None:
         countdown.hit()
 
-    async with service_of(_settings("pubsub"), handle):
+    async with create_service(_settings("pubsub"), handle):
         await _broadcast(name, content, count)
-        ours = await countdown.rate()
-    return {"pubsub.consume": ours / raw, "pubsub.consume_rate": ours}
+        own = await countdown.rate()
+    return {"pubsub.consume": own / raw, "pubsub.consume_rate": own}
 
 
 SUITES = (
@@ -265,7 +265,7 @@ SUITES = (
         (
             Figure("redis.consume_faststream", "Redis list: consume / FastStream (lossy)", 12.0),
             Figure("redis.consume_repid", "Redis list: consume / Repid on streams", 6.0),
-            Figure("redis.consume", "Redis list: consume / batched streams", 1.0),
+            Figure("redis.consume", "Redis list: consume / streams in batches of 100", 1.0),
             Figure("redis.consume_rate", "Redis list: consume", None, "/s"),
         ),
         _consume,
@@ -275,7 +275,7 @@ SUITES = (
         (
             Figure(
                 "redis.expired_rate",
-                "Redis list: expired ahead of a live message, concurrency=1",
+                "Redis list: expired messages, concurrency=1",
                 None,
                 "/s",
             ),
@@ -288,12 +288,12 @@ SUITES = (
             Figure("redis.latency", "Redis list: latency p50 / BLPOP", 1.25, "×", at_most=True),
             Figure("redis.latency_p50", "Redis list: latency p50", None, "ms"),
         ),
-        _way,
+        _latency,
     ),
     Suite(
         "pubsub",
         (
-            Figure("pubsub.consume", "Redis pub/sub: consume / redis-py's loop", 0.6),
+            Figure("pubsub.consume", "Redis pub/sub: consume / redis-py", 0.6),
             Figure("pubsub.consume_rate", "Redis pub/sub: consume", None, "/s"),
         ),
         _pubsub,

@@ -1,4 +1,4 @@
-"""What the brokers' benchmarks time of qkit: sends, handled messages, the way of one message."""
+"""Measurements that all broker benchmarks share: send rates, consume rates and latencies."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ __all__ = [
     "ORDER",
     "PREFETCH",
     "Countdown",
-    "Trip",
+    "LatencyTimer",
     "address",
-    "by_turns",
-    "concurrently",
-    "consuming",
-    "consuming_batches",
-    "dead_lettering_expired",
-    "latencies",
-    "one_by_one",
+    "alternate",
+    "batch_consume_rate",
+    "concurrent_rate",
+    "consume_rate",
+    "create_service",
+    "expired_rate",
+    "median_latencies",
     "order_bytes",
-    "sending",
-    "service_of",
+    "sending_service",
+    "sequential_rate",
     "unique",
 ]
 
 IN_FLIGHT = 100
 PREFETCH = 100
-TURNS = 8  # in which two are measured side by side
+ROUNDS = 8  # alternations between the measured clients
 ORDER = Order(id=1, total=9.5)
 
 
 def address(broker: str) -> str:
-    """Where the broker is, from what ``scripts/brokers`` says."""
+    """Return the URL of a broker from the environment, where ``scripts/brokers run`` sets it."""
     url = os.environ.get(f"QKIT_TEST_{broker.upper()}_URL")
     if not url:
-        raise Missing(f"no {broker}: run it with scripts/brokers run")
+        raise Missing(f"no URL of {broker}: run the benchmark with scripts/brokers run")
     return url
 
 
 def unique(name: str) -> str:
-    """A name that no other run uses: what is left of a former one must not be consumed."""
+    """Return a unique name, so that messages of an earlier run are not consumed."""
     return f"bench-{name}-{uuid.uuid4().hex[:8]}"
 
 
 def order_bytes() -> bytes:
-    """The body that all send."""
+    """Return ``ORDER`` as JSON, the message body of all broker benchmarks."""
     return ORDER.model_dump_json().encode()
 
 
 class Countdown:
-    """Times handled messages from the first to the last: joining a group is not their cost."""
+    """Timer from the first handled message to the last, which excludes the consumer's start."""
 
     def __init__(self, count: int) -> None:
         self._count = self._left = count
@@ -68,7 +68,7 @@ class Countdown:
         self._started = self._ended = 0.0
 
     def hit(self, number: int = 1) -> None:
-        """So many more were handled."""
+        """Count handled messages."""
         if self._left == self._count:
             self._started = time.perf_counter()
         self._left -= number
@@ -77,26 +77,26 @@ class Countdown:
             self._done.set()
 
     async def rate(self) -> float:
-        """Messages a second, once the last was handled."""
-        async with asyncio.timeout(300):  # a benchmark that stands still must say so
+        """Wait for the last message, and return the messages per second."""
+        async with asyncio.timeout(300):  # fail if the benchmark hangs
             await self._done.wait()
         return self._count / (self._ended - self._started)
 
     def rate_until_now(self) -> float:
-        """Messages a second, for a worker that has just ended after its last acknowledgement."""
+        """Return the messages per second up to this call, made after the last message was acked."""
         return self._count / (time.perf_counter() - self._started)
 
 
-async def one_by_one(count: int, send: Callable[[], Awaitable[object]]) -> float:
-    """Messages a second, each awaited before the next."""
+async def sequential_rate(count: int, send: Callable[[], Awaitable[object]]) -> float:
+    """Return the messages per second with one send in flight."""
     started = time.perf_counter()
     for _ in range(count):
         await send()
     return count / (time.perf_counter() - started)
 
 
-async def concurrently(count: int, send: Callable[[], Awaitable[object]]) -> float:
-    """Messages a second with a hundred in flight."""
+async def concurrent_rate(count: int, send: Callable[[], Awaitable[object]]) -> float:
+    """Return the messages per second with 100 sends in flight."""
 
     async def some() -> None:
         for _ in range(count // IN_FLIGHT):
@@ -107,22 +107,22 @@ async def concurrently(count: int, send: Callable[[], Awaitable[object]]) -> flo
     return count // IN_FLIGHT * IN_FLIGHT / (time.perf_counter() - started)
 
 
-async def by_turns(
+async def alternate(
     measure: Callable[[int, Callable[[], Awaitable[object]]], Awaitable[float]],
     count: int,
     *sends: Callable[[], Awaitable[object]],
 ) -> list[float]:
-    """The rate of each, in turns: whatever else the machine does meets them all."""
+    """Return the median rate of each send, measured in turns so that load affects all equally."""
     rates: list[list[float]] = [[] for _ in sends]
-    for turn in range(TURNS):
+    for turn in range(ROUNDS):
         order = list(zip(rates, sends, strict=True))
         for found, send in order if turn % 2 else reversed(order):
-            found.append(await measure(max(IN_FLIGHT, count // TURNS), send))
+            found.append(await measure(max(IN_FLIGHT, count // ROUNDS), send))
     return [statistics.median(found) for found in rates]
 
 
-def service_of(settings: Settings, *handlers: object) -> QueueService:
-    """A service with its handlers registered."""
+def create_service(settings: Settings, *handlers: object) -> QueueService:
+    """Return a service with registered handlers."""
     service = QueueService(settings)
     for handler in handlers:
         service.register(handler)
@@ -130,58 +130,60 @@ def service_of(settings: Settings, *handlers: object) -> QueueService:
 
 
 @asynccontextmanager
-async def sending(settings: Settings, name: str) -> AsyncGenerator[QueueService, None]:
-    """A service that only sends, its channel declared."""
-    async with service_of(settings) as service:
+async def sending_service(settings: Settings, name: str) -> AsyncGenerator[QueueService, None]:
+    """Start a service without handlers that has declared the channel; delete it afterwards."""
+    async with create_service(settings) as service:
         await service.send(name, ORDER)
         await service.purge(name)
         yield service
         await service.delete(name)
 
 
-async def consuming(settings: Settings, name: str, count: int, prefetch: int = PREFETCH) -> float:
-    """Messages a second that a typed handler gets, each acknowledged; the queue is full before."""
+async def consume_rate(
+    settings: Settings, name: str, count: int, prefetch: int = PREFETCH
+) -> float:
+    """Return the messages per second of a typed handler that consumes a filled queue."""
     countdown = Countdown(count)
 
     @consume(name, prefetch=prefetch)
     async def handle(order: Order) -> None:
         countdown.hit()
 
-    async with service_of(settings) as service:
+    async with create_service(settings) as service:
         await service.send_many(name, [ORDER] * count)
-    async with service_of(settings, handle) as service:
+    async with create_service(settings, handle) as service:
         rate = await countdown.rate()
         await service.delete(name)
     return rate
 
 
-async def consuming_batches(settings: Settings, name: str, count: int, size: int) -> float:
-    """The same with a handler that takes a list."""
+async def batch_consume_rate(settings: Settings, name: str, count: int, size: int) -> float:
+    """Return the messages per second of a batch handler that consumes a filled queue."""
     countdown = Countdown(count)
 
     @consume(name, batch_size=size, batch_wait=0.1)
     async def handle(orders: list[Order]) -> None:
         countdown.hit(len(orders))
 
-    async with service_of(settings) as service:
+    async with create_service(settings) as service:
         await service.send_many(name, [ORDER] * count)
-    async with service_of(settings, handle) as service:
+    async with create_service(settings, handle) as service:
         rate = await countdown.rate()
         await service.delete(name)
     return rate
 
 
-async def dead_lettering_expired(
+async def expired_rate(
     settings: Settings, backend: Backend, name: str, count: int, *, broadcast: bool = False
 ) -> float:
-    """Expired messages a second ahead of a live one, with one handler at a time.
+    """Return how many expired messages per second are dead-lettered with ``concurrency=1``.
 
-    Each becomes a dead letter; the handler gets the message behind them. The time ends with the
-    last of both.
+    The measurement ends when all expired messages are dead letters and the handler has received
+    the live message behind them.
 
     Args:
         settings: Settings of the service.
-        backend: Its backend, not started.
+        backend: Backend of the service, not started.
         name: Name of the channel.
         count: Number of expired messages.
         broadcast: Use a topic instead of a queue.
@@ -216,24 +218,24 @@ async def dead_lettering_expired(
             await done.wait()
         rate = count / (time.perf_counter() - started)
         found = len(await service.dead_letters(name).list(count + 1))
-        assert found == count, f"{found} dead letters instead of {count}"
+        assert found == count, f"expected {count} dead letters, found {found}"
         await service.delete(name)
         await service.dead_letters(name).purge()
     return rate
 
 
-class Trip:
-    """Times one message after the other, from the call that sends it to the handler."""
+class LatencyTimer:
+    """Timer of single messages, from the call of send until the handler runs."""
 
     def __init__(self) -> None:
         self._arrived = asyncio.Event()
 
     def end(self) -> None:
-        """The handler has it."""
+        """Stop the timer; called by the handler."""
         self._arrived.set()
 
     async def times(self, count: int, send: Callable[[], Awaitable[object]]) -> list[float]:
-        """Seconds of each, with a rest between them."""
+        """Send messages one by one, with pauses, and return the latency of each in seconds."""
         seconds: list[float] = []
         for _ in range(count):
             started = time.perf_counter()
@@ -245,21 +247,26 @@ class Trip:
         return seconds
 
 
-async def latencies(
-    settings: Settings, count: int, raw: Trip, send_raw: Callable[[], Awaitable[object]]
+async def median_latencies(
+    settings: Settings,
+    count: int,
+    plain_timer: LatencyTimer,
+    send_plain: Callable[[], Awaitable[object]],
 ) -> tuple[float, float]:
-    """The medians of the raw client and of qkit in milliseconds, taken in turns."""
-    name, own = unique("latency"), Trip()
+    """Return the median latencies of the plain client and qkit in ms, measured in turns."""
+    name, timer = unique("latency"), LatencyTimer()
 
     @consume(name)
     async def handle(order: Order) -> None:
-        own.end()
+        timer.end()
 
-    theirs: list[float] = []
-    ours: list[float] = []
-    async with service_of(settings, handle) as service:
-        for _ in range(TURNS):
-            theirs += await raw.times(max(1, count // TURNS), send_raw)
-            ours += await own.times(max(1, count // TURNS), lambda: service.send(name, ORDER))
+    plain_times: list[float] = []
+    qkit_times: list[float] = []
+    async with create_service(settings, handle) as service:
+        for _ in range(ROUNDS):
+            plain_times += await plain_timer.times(max(1, count // ROUNDS), send_plain)
+            qkit_times += await timer.times(
+                max(1, count // ROUNDS), lambda: service.send(name, ORDER)
+            )
         await service.delete(name)
-    return 1000 * statistics.median(theirs), 1000 * statistics.median(ours)
+    return 1000 * statistics.median(plain_times), 1000 * statistics.median(qkit_times)

@@ -1,6 +1,6 @@
-"""A native directory through the Unix socket of its owner, beside the same in one process.
+"""Benchmarks of a native engine used through its owner's Unix socket, against direct access.
 
-The owner is a process of its own, as it is in use: this module run as a program.
+As in production, the owner is a separate process; it runs this module as a program.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from benchmarks._durable import IN_FLIGHT, together
+from benchmarks._durable import IN_FLIGHT, run_concurrently
 from benchmarks._in_memory import BODY
 from benchmarks._measure import Figure, Scale, Suite
 from qkit import Channel, QueueService, Settings
@@ -26,13 +26,13 @@ __all__ = ["SUITES"]
 
 
 async def _drive(backend: Backend, count: int) -> tuple[float, float]:
-    """Seconds for a send by a service, and for a delivery with its ack; 100 of either in flight.
+    """Return the seconds per send and per delivery with ack, with 100 messages in flight.
 
-    Deliveries are acknowledged as a service does it: in one call where the backend has one.
+    Deliveries are acked as in a service: in one call if the subscription supports it.
     """
     channel = Channel("bench", bytes, max_depth=count + IN_FLIGHT)
     async with QueueService(Settings(type="native"), backend=backend) as service:
-        sent = await together(count, lambda: service.send(channel, BODY))
+        sent = await run_concurrently(count, lambda: service.send(channel, BODY))
         spec = SubscriptionSpec(queue="bench", group="bench", consumer="bench", prefetch=IN_FLIGHT)
         async with backend.subscribe(spec) as source:
             started, done = time.perf_counter(), 0
@@ -73,26 +73,26 @@ async def _through_socket(path: Path, count: int, kind: str) -> tuple[float, flo
     assert owner.stdout is not None
     try:
         if await owner.stdout.readline() != b"ready\n":
-            raise RuntimeError("the owner did not start")
+            raise RuntimeError("the process that owns the engine did not start")
         return await _drive(SocketBackend(path / "socket"), count)
     finally:
-        owner.stdin.close()  # which ends it
+        owner.stdin.close()  # ends the owner
         await owner.wait()
 
 
 async def _socket(scale: Scale) -> Mapping[str, float]:
     path, count = scale.directory, scale.count
-    ours = await _in_process(path / "own", count, "durable")
-    theirs = await _through_socket(path / "shared", count, "durable")
-    quick = await _in_process(path, count, "memory")
-    called = await _through_socket(path / "memory", count, "memory")
+    direct = await _in_process(path / "own", count, "durable")
+    socket = await _through_socket(path / "shared", count, "durable")
+    memory_direct = await _in_process(path, count, "memory")
+    memory_socket = await _through_socket(path / "memory", count, "memory")
     return {
-        "socket.send": ours[0] / theirs[0],
-        "socket.settle": ours[1] / theirs[1],
-        "socket.cycle": sum(ours) / sum(theirs),
-        "socket.cycle_rate": 1 / sum(theirs),
-        "socket.memory_send": quick[0] / called[0],
-        "socket.memory_settle": quick[1] / called[1],
+        "socket.send": direct[0] / socket[0],
+        "socket.settle": direct[1] / socket[1],
+        "socket.cycle": sum(direct) / sum(socket),
+        "socket.cycle_rate": 1 / sum(socket),
+        "socket.memory_send": memory_direct[0] / memory_socket[0],
+        "socket.memory_settle": memory_direct[1] / memory_socket[1],
     }
 
 
@@ -110,12 +110,12 @@ SUITES = (
     Suite(
         "socket",
         (
-            Figure("socket.send", "through the socket: send / in process, fsync always", 0.3),
-            Figure("socket.settle", "through the socket: consume + ack / in process", 0.3),
-            Figure("socket.cycle", "through the socket: both / in process", 0.3),
-            Figure("socket.cycle_rate", "through the socket: send + consume + ack", None, "/s"),
-            Figure("socket.memory_send", "the same in memory: send"),
-            Figure("socket.memory_settle", "the same in memory: consume + ack"),
+            Figure("socket.send", "socket: send / in process, fsync always", 0.3),
+            Figure("socket.settle", "socket: consume + ack / in process, fsync always", 0.3),
+            Figure("socket.cycle", "socket: send + consume + ack / in process", 0.3),
+            Figure("socket.cycle_rate", "socket: send + consume + ack", None, "/s"),
+            Figure("socket.memory_send", "socket, in memory: send / in process"),
+            Figure("socket.memory_settle", "socket, in memory: consume + ack / in process"),
         ),
         _socket,
     ),

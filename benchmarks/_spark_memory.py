@@ -1,6 +1,7 @@
-"""A writing task by itself, in its own process: ``python -m benchmarks._spark_memory ROWS DIR``.
+"""Peak memory of a task that writes rows, measured without Spark.
 
-Prints the most memory it had, in bytes.
+``python -m benchmarks._spark_memory ROWS DIRECTORY`` prints the peak memory of the process in
+bytes.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from qkit.spark.columns import Columns
-from qkit.spark.options import plan_of
+from qkit.spark.options import parse_options
 from qkit.spark.row_encoder import RowEncoder, message_ids
 from qkit.spark.sinks import BulkSink
 from qkit.spark.task_sender import TaskSender
 from qkit.spark.writer import Task
 
-BATCH = 10_000
+ROWS_PER_BATCH = 10_000
 
 
 def batches(count: int) -> Iterator[pa.RecordBatch]:
-    for start in range(0, count, BATCH):
-        numbers = list(range(start, start + BATCH))
+    for start in range(0, count, ROWS_PER_BATCH):
+        numbers = list(range(start, start + ROWS_PER_BATCH))
         yield pa.RecordBatch.from_pydict(
             {"id": numbers, "customer": [f"customer-{number}" for number in numbers]}
         )
 
 
 def main(count: int, directory: str) -> int:
-    plan = plan_of({"channel": "orders", "path": directory})
+    plan = parse_options({"channel": "orders", "path": directory})
     sender, columns = TaskSender(plan.settings), Columns("row", ())
     route = sender.route(plan.channel)
     sink = BulkSink(plan, route, f"memory-{count}", 0)

@@ -1,4 +1,4 @@
-"""The data source without its last step: every row is made a message, which is only counted."""
+"""Data source that encodes every row and discards the message, as a baseline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 from qkit.handlers.route import Route
 from qkit.message import Envelope
 from qkit.spark.columns import columns_of
-from qkit.spark.options import plan_of
+from qkit.spark.options import parse_options
 from qkit.spark.sinks import Sink
 from qkit.spark.source import QkitDataSource
 from qkit.spark.task_sender import TaskSender
@@ -23,43 +23,43 @@ __all__ = ["CountingSource"]
 
 
 class CountingSource(QkitDataSource):
-    """What all ratios are measured against."""
+    """Data source ``qkit-count``, which encodes rows and sends nothing."""
 
     @classmethod
     def name(cls) -> str:
-        """What ``format`` is given."""
+        """Return the name for ``DataFrameWriter.format``."""
         return "qkit-count"
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        """Encodes and counts."""
-        plan = plan_of(self.options)
+        """Return a writer that encodes rows and sends nothing."""
+        plan = parse_options(self.options)
         return CountingWriter(plan, columns_of(schema, plan.columns))
 
 
 class CountingWriter(BatchWriter):
-    """Makes messages of rows as its parent does, and sends none."""
+    """Writer that encodes rows and sends nothing."""
 
     def sink(self, sender: TaskSender, route: Route, staged: str, part: int) -> Sink:
-        """One that forgets."""
-        return Forgetting()
+        """Return a sink that discards messages."""
+        return DiscardingSink()
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """There is nothing to publish."""
+        """Do nothing: there are no messages to publish."""
 
 
-class Forgetting:
-    """Takes messages and forgets them."""
+class DiscardingSink:
+    """Sink that discards messages."""
 
-    lasting = False
+    sends_are_final = False
 
     def send(self, envelopes: Sequence[Envelope]) -> None:
-        """Nothing."""
+        """Discard the messages."""
 
     def dead_letter(self, letters: Sequence[Envelope]) -> None:
-        """Nothing."""
+        """Discard the dead letters."""
 
     def finish(self) -> None:
-        """Nothing."""
+        """Do nothing: no messages were stored."""
 
     def abort(self) -> None:
-        """Nothing."""
+        """Do nothing: there are no messages to remove."""

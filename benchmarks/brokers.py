@@ -1,6 +1,6 @@
-"""RabbitMQ, Kafka and Redis: qkit beside the raw client and the peers, on real servers.
+"""Benchmarks of qkit on RabbitMQ, Kafka and Redis servers, against plain clients and peers.
 
-Prints a table of figures and bars and writes ``benchmarks/brokers.json``; see docs/performance.md.
+Print a table of figures and write ``benchmarks/brokers.json``; see docs/performance.md.
 Run it from the root of the repository: ``scripts/brokers run python -m benchmarks.brokers``.
 """
 

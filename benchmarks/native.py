@@ -1,6 +1,6 @@
-"""The native engine: in memory, durable, through its socket; its memory, recovery and compaction.
+"""Benchmarks of the native engine: throughput, memory use, recovery and compaction.
 
-Prints a table of figures and bars and writes ``benchmarks/native.json``; see docs/performance.md.
+Print a table of figures and write ``benchmarks/native.json``; see docs/performance.md.
 Run it from the root of the repository: ``python -m benchmarks.native``.
 """
 

@@ -1,8 +1,8 @@
-"""Spark: what sending costs beside encoding, Kafka by the connector and by the data source.
+"""Benchmarks of Spark: sending against encoding alone, and qkit against Spark's Kafka connector.
 
-Every ratio is of rates in one repetition, on the same frame and the same session (``local[2]``).
-Needs the brokers of ``scripts/brokers urls`` in the environment; without one its figures are
-missing. Run it from the root of the repository: ``python -m benchmarks.spark``.
+Each ratio compares two rates of one repetition, with the same DataFrame and session (``local[2]``).
+Export the URLs that ``scripts/brokers urls`` prints; the figures of a broker without a URL are
+missing. Run from the root of the repository: ``python -m benchmarks.spark``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def connector() -> str:
-    """The jars of Spark's Kafka connector, joined by commas; none where they cannot be had."""
+    """Return the paths of the Kafka connector's jars, separated by commas; empty if unavailable."""
     script = str(ROOT / "scripts" / "spark-jars")
     return subprocess.run([script], capture_output=True, text=True, check=False).stdout.strip()
 
 
 @cache
 def session() -> SparkSession:
-    """One for all suites, with Kafka's connector if its jars are there."""
+    """Return the session that all suites share, with the Kafka connector if it is available."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     builder = SparkSession.builder.master("local[2]")
@@ -58,7 +58,7 @@ def session() -> SparkSession:
 
 
 def frame(count: int) -> DataFrame:
-    """Rows as they are archived and published every day: a few numbers and short texts."""
+    """Return ``count`` typical rows of numbers and short strings."""
     return (
         session()
         .range(0, count, 1, 2)
@@ -72,26 +72,26 @@ def frame(count: int) -> DataFrame:
 
 
 def rate(count: int, work: Callable[[], object]) -> float:
-    """Rows in a second."""
+    """Run ``work``, which writes ``count`` rows, and return the rows per second."""
     started = time.perf_counter()
     work()
     return count / (time.perf_counter() - started)
 
 
-def save(df: DataFrame, form: str, options: Mapping[str, str]) -> None:
-    """By the data source of that name."""
-    df.write.format(form).mode("append").options(**options).save()
+def save(df: DataFrame, source: str, options: Mapping[str, str]) -> None:
+    """Write the rows with a data source."""
+    df.write.format(source).mode("append").options(**options).save()
 
 
-async def beside_counting(settings: Settings, scale: Scale) -> float:
-    """The rate of sending over that of the same writer that only counts.
+async def relative_to_counting(settings: Settings, scale: Scale) -> float:
+    """Return the rate of sending rows relative to the rate of only encoding them.
 
-    Spark is called in the main thread: in another it does not know the session's data sources.
+    Call it in the main thread: other threads lack the session's data sources.
     """
     count = scale.of(300_000, 1_000)
     options = {**as_options(settings), "channel": f"bench-{new_id()}"}
     df = frame(count)
-    save(frame(1_000), "qkit-count", options)  # Spark's workers are up from here on
+    save(frame(1_000), "qkit-count", options)  # starts Spark's Python workers
     counting = rate(count, lambda: save(df, "qkit-count", options))
     sending = rate(count, lambda: save(df, "qkit", options))
     if settings.type != "native":
@@ -100,42 +100,42 @@ async def beside_counting(settings: Settings, scale: Scale) -> float:
 
 
 async def delete(settings: Settings, channel: str) -> None:
-    """Leave nothing behind on a broker."""
+    """Delete the channel of a benchmark."""
     async with QueueService(settings) as service:
         await service.delete(channel)
 
 
 def url(name: str) -> str:
-    """Where a broker is."""
+    """Return the URL of a broker; raise ``Missing`` if it is not set."""
     found = os.environ.get(f"QKIT_TEST_{name.upper()}_URL")
     if not found:
-        raise Missing(f"no {name}: start it with scripts/brokers up, and export its address")
+        raise Missing(f"no URL of {name}: start it with scripts/brokers up and export its URL")
     return found
 
 
 async def _native(scale: Scale) -> Mapping[str, float]:
     settings = Settings(type="native", path=scale.directory / "data")
-    return {"native": await beside_counting(settings, scale)}
+    return {"native": await relative_to_counting(settings, scale)}
 
 
 async def _redis(scale: Scale) -> Mapping[str, float]:
     settings = Settings(type="redis", mode="list", url=url("redis"))
-    return {"redis": await beside_counting(settings, scale)}
+    return {"redis": await relative_to_counting(settings, scale)}
 
 
 async def _kafka(scale: Scale) -> Mapping[str, float]:
     settings = Settings(type="kafka", url=url("kafka"))
     if not has_connector(session()):
-        raise Missing("the connector's jars are not there: scripts/spark-jars gets them")
+        raise Missing("the Kafka connector is missing: download it with scripts/spark-jars")
     count = scale.of(200_000, 1_000)
     df, channel = frame(count), f"bench-{new_id()}"
     write(frame(1_000), channel, settings)
 
-    def plain() -> None:
+    def write_with_connector() -> None:
         ready = kafka_frame(df, channel)
         ready.write.format("kafka").options(**connector_options(settings)).save()
 
-    connector = rate(count, plain)
+    connector = rate(count, write_with_connector)
     own = rate(count, lambda: write(df, channel, settings))
     source = rate(count, lambda: save(df, "qkit", {**as_options(settings), "channel": channel}))
     await delete(settings, channel)
@@ -145,7 +145,7 @@ async def _kafka(scale: Scale) -> Mapping[str, float]:
 async def _memory(scale: Scale) -> Mapping[str, float]:
     few, many = scale.of(50_000, 10_000), scale.of(500_000, 20_000)
 
-    def most(count: int) -> int:
+    def peak_bytes(count: int) -> int:
         directory = scale.directory / f"memory-{count}"
         output = subprocess.run(
             [sys.executable, "-m", "benchmarks._spark_memory", str(count), str(directory)],
@@ -157,23 +157,23 @@ async def _memory(scale: Scale) -> Mapping[str, float]:
         shutil.rmtree(directory)
         return int(output)
 
-    return {"memory": most(many) / most(few)}
+    return {"memory": peak_bytes(many) / peak_bytes(few)}
 
 
 SUITES = (
-    Suite("native", (Figure("native", "to native, beside only counting", 0.5),), _native),
-    Suite("redis", (Figure("redis", "to a Redis list, beside only counting", 0.5),), _redis),
+    Suite("native", (Figure("native", "write to native / encode only", 0.5),), _native),
+    Suite("redis", (Figure("redis", "write to a Redis list / encode only", 0.5),), _redis),
     Suite(
         "kafka",
         (
-            Figure("kafka.write", "to Kafka by write(), beside Spark's connector", 0.9),
-            Figure("kafka.source", "to Kafka by the data source, beside the connector", 0.2),
+            Figure("kafka.write", "write() to Kafka / Spark's connector", 0.9),
+            Figure("kafka.source", "data source to Kafka / Spark's connector", 0.2),
         ),
         _kafka,
     ),
     Suite(
         "memory",
-        (Figure("memory", "a task's memory for ten times the rows", 1.1, at_most=True),),
+        (Figure("memory", "peak memory of a task, 500,000 / 50,000 rows", 1.1, at_most=True),),
         _memory,
     ),
 )

@@ -1,6 +1,6 @@
-"""A backend of one's own: queues in plain lists, first in, first out, delivered at least once.
+"""A custom backend: FIFO queues in plain lists, with at-least-once delivery.
 
-``qkit.conformance`` proves it; docs/backends.md explains it, and how to announce ``open_toy``.
+``qkit.conformance`` tests it. docs/backends.md explains the code and how to register ``open_toy``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qkit.backend import Support
 
 @dataclass
 class Queue:
-    """What is ready, what is held by a receipt, and an event for those who wait."""
+    """Queue with ready messages, messages in flight by receipt, and an event for consumers."""
 
     spec: QueueSpec
     ready: list[Envelope] = field(default_factory=list)
@@ -27,14 +27,14 @@ class Queue:
 
 
 class Toy:
-    """``Backend`` and ``Admin``; toys that are given the same ``queues`` share a broker."""
+    """``Backend`` and ``Admin`` in memory; instances with the same ``queues`` act as one broker."""
 
     name: str = "toy"
     capabilities: Capabilities = Capabilities(
         redelivery=Support.NATIVE,
-        ttl=Support.EMULATED,  # the envelope carries the expiry, qkit looks at it
-        key_order=Support.EMULATED,  # by qkit's key lanes
-        dead_letters=Support.EMULATED,  # qkit writes them, the methods of Admin show them
+        ttl=Support.EMULATED,  # the envelope carries the expiry; qkit checks it
+        key_order=Support.EMULATED,  # qkit orders messages by key
+        dead_letters=Support.EMULATED,  # qkit writes them; Admin lists them
         prefetch=Support.EMULATED,
         batch=Support.EMULATED,
         **dict.fromkeys(("depth", "peek", "purge", "delete"), Support.NATIVE),
@@ -54,10 +54,10 @@ class Toy:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         target = self._queue(queue)
-        room = (target.spec.max_depth or 100_000) - len(target.ready) - len(target.held)
-        excess = len(envelopes) - room
+        capacity = (target.spec.max_depth or 100_000) - len(target.ready) - len(target.held)
+        excess = len(envelopes) - capacity
         if excess > 0 and not target.spec.drop_oldest:
-            raise qkit.QueueFull(f"{queue} is full: consume some first", queue=queue)
+            raise qkit.QueueFull(f"queue {queue!r} is full: consume messages first", queue=queue)
         del target.ready[: max(0, excess)]
         target.ready += [replace(item, headers=dict(item.headers)) for item in envelopes]
         target.changed.set()
@@ -70,7 +70,7 @@ class Toy:
             yield subscription
         finally:
             await subscription.stop()
-            for delivery in list(subscription.mine.values()):
+            for delivery in list(subscription.deliveries.values()):
                 await subscription.release(delivery, 0.0, count_attempt=False)
 
     async def queues(self) -> list[str]:
@@ -104,32 +104,32 @@ class Toy:
 
 
 class ToySubscription:
-    """Deliveries are kept by a receipt, so that settling twice finds nothing to settle."""
+    """Subscription that keeps deliveries by receipt, so that a second settle fails."""
 
     def __init__(self, queue: Queue, prefetch: int) -> None:
-        self.mine: dict[object, Delivery] = {}
+        self.deliveries: dict[object, Delivery] = {}
         self._queue, self._prefetch, self._stopped = queue, prefetch, False
 
     async def receive(self, limit: int) -> list[Delivery]:
-        # Nothing is awaited between look and claim: a cancellation finds nothing in hand.
+        # There is no await between the check and the claim, so a cancellation loses no message.
         while not self._stopped:
             if self._queue.deleted:
                 raise qkit.SubscriptionLost("the queue was deleted", backend="toy")
-            room = min(limit, self._prefetch - len(self.mine))
-            if taken := [self._queue.ready.pop(0) for _ in self._queue.ready[: max(0, room)]]:
-                return [self._hold(envelope) for envelope in taken]
+            free = max(0, min(limit, self._prefetch - len(self.deliveries)))
+            if envelopes := [self._queue.ready.pop(0) for _ in self._queue.ready[:free]]:
+                return [self._hold(envelope) for envelope in envelopes]
             self._queue.changed.clear()
             await self._queue.changed.wait()
         return []
 
     def _hold(self, envelope: Envelope) -> Delivery:
         delivery = Delivery(replace(envelope), self._queue.spec.name, receipt := object())
-        self._queue.held[receipt], self.mine[receipt] = envelope, delivery
+        self._queue.held[receipt], self.deliveries[receipt] = envelope, delivery
         return delivery
 
     async def ack(self, delivery: Delivery) -> None:
-        if self.mine.pop(delivery.receipt, None) is None:
-            raise qkit.MessageNotFound("settled before", message_id=delivery.envelope.id)
+        if self.deliveries.pop(delivery.receipt, None) is None:
+            raise qkit.MessageNotFound("already settled", message_id=delivery.envelope.id)
         del self._queue.held[delivery.receipt]
         self._queue.changed.set()
 
@@ -139,7 +139,7 @@ class ToySubscription:
         self._queue.ready.insert(0, delivery.envelope)
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
-        raise qkit.Unsupported("the toy knows no leases", backend="toy", operation="extend")
+        raise qkit.Unsupported("leases are not supported", backend="toy", operation="extend")
 
     async def stop(self) -> None:
         self._stopped = True

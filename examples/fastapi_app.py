@@ -1,8 +1,8 @@
-"""A web shop: orders arrive by HTTP, travel through a queue, and are handled in the same process.
+"""Web shop that receives orders over HTTP, queues them and handles them in the same process.
 
-Run it with ``python examples/fastapi_app.py`` and look at http://127.0.0.1:8000/queues/ . ``PORT``
-chooses another port, ``QKIT_PATH=data`` keeps orders across restarts, and with ``QKIT_TOKEN`` the
-page may change things.
+Run it with ``python examples/fastapi_app.py`` and open http://127.0.0.1:8000/queues/ . ``PORT``
+changes the port. ``QKIT_PATH=data`` keeps orders across restarts. ``QKIT_TOKEN`` sets the token
+that allows changes in the dashboard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qkit.web import create_app, lifespan, readiness
 
 
 class Order(BaseModel):
-    """What a customer bought."""
+    """Order of a customer."""
 
     id: int
     total: float
@@ -32,8 +32,8 @@ service = QueueService(Settings())
 
 @consume(orders, concurrency=8)
 async def book(order: Order, message: Message) -> None:
-    """Book one order; on SIGTERM those that have begun are finished."""
-    await asyncio.sleep(0.02)  # the work
+    """Book one order; on SIGTERM, running calls are finished first."""
+    await asyncio.sleep(0.02)  # simulated work
     print(f"booked {message.id}", flush=True)
 
 
@@ -44,14 +44,14 @@ app.mount("/queues", create_app(service, token=os.environ.get("QKIT_TOKEN")))
 
 @app.post("/orders", status_code=202)
 async def place(order: Order) -> dict[str, str]:
-    """Accept an order: it is on the queue when the answer leaves."""
+    """Accept an order; it is in the queue before the response is sent."""
     sent = await service.send(orders, order)
     return {"message_id": sent.message_id}
 
 
 @app.get("/readyz")
 async def readyz() -> Response:
-    """Whether this process should get requests: 503 from the first moment of its shutdown."""
+    """Report readiness; respond with 503 as soon as the shutdown starts."""
     return readiness(service)
 
 

@@ -1,8 +1,9 @@
-"""The shop of ``orders.py``, open until Ctrl-C, with a page that shows its queues.
+"""The shop of ``orders.py`` with a dashboard, running until Ctrl-C.
 
-Run it with ``DEMO_SERVE=1 make demo``. Orders come in all the time. A few failed while the price
-list was wrong and the payment gateway down; both are mended by now, so a replay of the dead letters
-goes through. Its queues are in ``.demo/``, where the ``qkit`` command finds them.
+Run it with ``DEMO_SERVE=1 make demo``. New orders arrive continuously. The first few fail, because
+the price list is wrong and the payment gateway is down. Both are then fixed, so that a replay of
+the dead letters succeeds. The queues are stored in ``.demo/``, where the ``qkit`` command
+can reach them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from qkit.web import serve
 DIRECTORY = Path(".demo")
 TOKEN = "demo"
 PORT = 8710
-POISON = 3
-UNPAID = 2
+INVALID_ORDERS = 3
+FAILED_PAYMENTS = 2
 
 
 @channel(payments)
 class Gateway(Payments):
-    """Payments through a gateway that can be down altogether."""
+    """Payment handler whose gateway is down at first."""
 
     down = True
 
@@ -38,38 +39,39 @@ class Gateway(Payments):
     async def collect(self, payment: Payment, message: Message) -> None:
         """Collect one payment."""
         if self.down:
-            raise ConnectionError("the payment gateway did not answer")
+            raise ConnectionError("the payment gateway did not respond")
         await super().collect(payment, message)
 
 
 def chosen_settings() -> Settings:
-    """The environment's; where it says nothing, a directory that others can look into."""
+    """Return the settings from the environment; the default directory is ``.demo``."""
     settings = Settings()
     if settings.type != "native" or settings.path is not None:
         return settings
     return Settings(path=DIRECTORY)
 
 
-def clear_the_shop(settings: Settings) -> None:
-    """Away with the orders of the last time; a directory that somebody named is theirs."""
+def clear_directory(settings: Settings) -> None:
+    """Delete the orders of the previous run, unless the user chose the directory."""
     if settings.path == DIRECTORY and Settings().path is None:
         shutil.rmtree(DIRECTORY, ignore_errors=True)
 
 
-async def fail_some(service: QueueService, orders: Orders, gateway: Gateway) -> None:
-    """Leave dead letters of two kinds, then mend what caused them."""
-    for number in range(1, POISON + 1):
+async def create_dead_letters(service: QueueService, orders: Orders, gateway: Gateway) -> None:
+    """Create dead letters of two kinds, then fix their causes."""
+    for number in range(1, INVALID_ORDERS + 1):
         await service.send("orders", Order(id=number, total=-4.0), headers={"tenant": "acme"})
-    for number in range(1, UNPAID + 1):
+    for number in range(1, FAILED_PAYMENTS + 1):
         await service.send(payments, Payment(order_id=number, amount=9.5))
-    while service.metrics().messages_dead_lettered < POISON + UNPAID:  # noqa: ASYNC110  # a demo
+    total = INVALID_ORDERS + FAILED_PAYMENTS
+    while service.metrics().messages_dead_lettered < total:  # noqa: ASYNC110  # polling is good enough for a demo
         await asyncio.sleep(0.1)
     orders.price_list_is_fixed = True
     gateway.down = False
 
 
 async def customers(service: QueueService) -> None:
-    """Orders in waves, an express one now and then, and a letter for later."""
+    """Send orders in waves, with some express orders and delayed newsletters."""
     can = service.capabilities
     for number in count(1_000):
         if service.stopping:
@@ -84,38 +86,39 @@ async def customers(service: QueueService) -> None:
 
 
 async def main(console: Console) -> None:
-    """Serve until a signal."""
+    """Run the shop until it receives a signal."""
     service = QueueService(chosen_settings())
     orders, gateway = Orders(service), Gateway()
-    for desk in (orders, gateway, Reminders()):
-        service.register(desk)
+    for handlers in (orders, gateway, Reminders()):
+        service.register(handlers)
     async with serve(service, port=PORT, token=TOKEN) as address:
-        clear_the_shop(service.settings)  # not before: who has the port may have the directory
+        # Bind the port first: if another demo holds the port, it also uses the directory.
+        clear_directory(service.settings)
         async with service:
-            await fail_some(service, orders, gateway)
-            coming = asyncio.create_task(customers(service), name="customers")
-            show_the_way(console, service, address)
+            await create_dead_letters(service, orders, gateway)
+            customer_task = asyncio.create_task(customers(service), name="customers")
+            print_instructions(console, service, address)
             await service.run()
-            coming.cancel()
+            customer_task.cancel()
 
 
-def show_the_way(console: Console, service: QueueService, address: str) -> None:
-    """Where to look, and what to type in another terminal."""
+def print_instructions(console: Console, service: QueueService, address: str) -> None:
+    """Print the address of the dashboard, and commands to try in another terminal."""
     settings = service.settings
-    where = f"QKIT_PATH={settings.path} "
+    environment = f"QKIT_PATH={settings.path} "
     if settings.path is None:
         mode = f"QKIT_MODE={settings.mode} " if settings.mode else ""
-        where = f"QKIT_TYPE={settings.type} {mode}QKIT_URL={settings.safe_url} "
-    console.print(f"\nThe shop is open: [bold]{address}[/]  (token: [bold]{TOKEN}[/])")
+        environment = f"QKIT_TYPE={settings.type} {mode}QKIT_URL={settings.safe_url} "
+    console.print(f"\nDashboard: [bold]{address}[/]  (token: [bold]{TOKEN}[/])")
     console.print("In another terminal:")
     for command in ("queues", "dlq list orders", "dlq replay orders", "stats --watch"):
-        console.print(f"  {where}.venv/bin/qkit {command}", highlight=False)
-    console.print("Ctrl-C closes it.\n")
+        console.print(f"  {environment}.venv/bin/qkit {command}", highlight=False)
+    console.print("Press Ctrl-C to stop.\n")
 
 
 if __name__ == "__main__":
-    logging.getLogger("qkit").setLevel(logging.CRITICAL)  # the page tells the same story
+    logging.getLogger("qkit").setLevel(logging.CRITICAL)  # the dashboard shows the same information
     try:
         asyncio.run(main(Console()))
     except ConfigError as error:
-        sys.exit(f"{error}. Is the shop open already, in another terminal?")
+        sys.exit(f"{error}. Is the demo already running in another terminal?")

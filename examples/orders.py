@@ -1,8 +1,8 @@
-"""A small shop on qkit: priorities, a delay, retries, a dead letter and its replay.
+"""Demo shop with priorities, a delay, retries, a dead letter and a replay.
 
-Run it with ``make demo``. It needs no server: the default backend is qkit's native engine. Another
-broker carries the same code when the environment says so: ``QKIT_TYPE=rabbitmq make demo``. What a
-broker cannot do is known before anything is sent (``service.capabilities``).
+Run it with ``make demo``. It needs no server, because the default backend is the native engine.
+``QKIT_TYPE=rabbitmq make demo`` runs the same code on another broker. ``service.capabilities``
+shows what a broker supports before anything is sent.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from qkit import (
 
 STANDARD, EXPRESS = 290, 10
 TOTAL = STANDARD + EXPRESS
-FLAKY_EVERY = 60  # the payment gateway fails twice for one order in so many
-REMINDER_DELAY = 1.5
+FLAKY_EVERY = 60  # the payment gateway fails twice for one order in 60
+REMINDER_DELAY = 1.5  # seconds
 
 
 class Order(BaseModel):
-    """What a customer bought."""
+    """Order of a customer."""
 
     id: int
     total: float
 
 
 class Payment(BaseModel):
-    """Money to collect for an order."""
+    """Payment to collect for an order."""
 
     order_id: int
     amount: float
 
 
-# A typed handle: sending anything but a Payment through it is an error, for mypy and at run time.
+# A typed channel: sending anything but a Payment is an error, for mypy and at run time.
 payments: Channel[Payment] = Channel(
     "payments", Payment, retry=RetrySettings(max_attempts=4, initial_delay=0.2)
 )
@@ -61,20 +61,20 @@ payments: Channel[Payment] = Channel(
 
 @channel("orders", dead_letter=True)
 class Orders:
-    """Books orders, the express ones first, and asks for their payment."""
+    """Handler that books orders and sends their payments."""
 
     def __init__(self, service: QueueService) -> None:
         self.service = service
         self.booked: list[int] = []
-        self.express_places: list[int] = []  # when the express orders had their turn
+        self.express_places: list[int] = []  # positions at which express orders were booked
         self.price_list_is_fixed = False
 
     @consume(concurrency=4)
     async def place(self, order: Order, tenant: Annotated[str, Header("tenant")] = "none") -> None:
-        """Book one order; a negative total is nothing that trying again could mend."""
+        """Book one order; reject a negative total, which no retry can fix."""
         if order.total < 0 and not self.price_list_is_fixed:
             raise Reject(f"negative total {order.total:.2f} for {tenant}")
-        await asyncio.sleep(0.005)  # the work
+        await asyncio.sleep(0.005)  # simulated work
         self.booked.append(order.id)
         if order.id > STANDARD:
             self.express_places.append(len(self.booked))
@@ -83,40 +83,40 @@ class Orders:
 
 @channel(payments)
 class Payments:
-    """Collects money through a gateway that fails now and then."""
+    """Handler that collects payments through a gateway that sometimes fails."""
 
     def __init__(self) -> None:
         self.collected: list[float] = []
 
     @consume(concurrency=4)
     async def collect(self, payment: Payment, message: Message) -> None:
-        """Collect one payment; any exception is a failed attempt, tried again with backoff."""
+        """Collect one payment; any exception is a failed attempt, which is retried with backoff."""
         if payment.order_id % FLAKY_EVERY == 0 and message.attempt < 3:
-            raise ConnectionError("the payment gateway did not answer")
+            raise ConnectionError("the payment gateway did not respond")
         self.collected.append(payment.amount)
 
 
 class Reminders:
-    """Writes to customers some time after they ordered."""
+    """Handler of reminders, which are sent with a delay."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []
 
     @consume("reminders")
     def remind(self, text: str, sent_at: Annotated[float, Header("sent-at")]) -> None:
-        """A synchronous handler: it runs in a thread and blocks nobody."""
+        """Record one reminder; a synchronous handler runs in a thread."""
         self.waits.append(time.time() - sent_at)
 
 
 async def run_shop(console: Console) -> bool:
-    """Send the orders, watch them through, replay the dead letter; return whether all is well."""
+    """Send the orders, replay the dead letter, and return whether all checks passed."""
     service = QueueService(Settings())
     can = service.capabilities
     delay = REMINDER_DELAY if can.delay else None
     express = 9 if can.priority else None
     orders, collector, reminders = Orders(service), Payments(), Reminders()
-    for desk in (orders, collector, reminders):
-        service.register(desk)
+    for handlers in (orders, collector, reminders):
+        service.register(handlers)
 
     progress = Progress(
         TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), console=console
@@ -127,13 +127,13 @@ async def run_shop(console: Console) -> bool:
         progress.add_task("reminders written", total=1): reminders.waits,
     }
 
-    def tell_retry(event: Retried) -> None:
+    def print_retry(event: Retried) -> None:
         progress.console.print(
             f"[yellow]retry[/]       {event.channel}: attempt {event.attempt} failed, "
-            f"the next in {event.delay:.2f} s"
+            f"next in {event.delay:.2f} s"
         )
 
-    def tell_dead_letter(event: DeadLettered) -> None:
+    def print_dead_letter(event: DeadLettered) -> None:
         letter = event.letter
         progress.console.print(
             f"[red]dead letter[/] {letter.channel}: {letter.reason} ({letter.error})"
@@ -147,8 +147,8 @@ async def run_shop(console: Console) -> bool:
                 return
             await asyncio.sleep(0.05)
 
-    service.on("retry", tell_retry)
-    service.on("dead_letter", tell_dead_letter)
+    service.on("retry", print_retry)
+    service.on("dead_letter", print_dead_letter)
     async with service:
         with progress:
             started = time.perf_counter()
@@ -158,18 +158,18 @@ async def run_shop(console: Console) -> bool:
             await service.send_many("orders", batch, headers={"tenant": "acme"})
             poison = Order(id=STANDARD, total=-4.0)
             await service.send("orders", poison, headers={"tenant": "acme"})
-            for number in range(STANDARD + 1, TOTAL + 1):  # sent last, and yet handled first
+            for number in range(STANDARD + 1, TOTAL + 1):  # sent last, handled first
                 await service.send("orders", Order(id=number, total=99.0), priority=express)
 
             letters = service.dead_letters("orders")
             await watch(lambda: len(collector.collected) == TOTAL - 1 and bool(reminders.waits))
-            buried = await letters.list()
+            dead_letters = await letters.list()
             orders.price_list_is_fixed = True
             replayed = await letters.replay(reason="ExplicitNack")
             progress.console.print(f"[green]replay[/]      {replayed} dead letter, same id")
             await watch(lambda: len(collector.collected) == TOTAL)
             seconds = time.perf_counter() - started
-        left = await letters.list()
+        remaining = await letters.list()
         metrics, health = service.metrics(), service.health_check()
 
     table = Table(title=f"{TOTAL} orders in {seconds:.1f} s on {service.settings.type}")
@@ -191,24 +191,26 @@ async def run_shop(console: Console) -> bool:
         == list(range(1, TOTAL + 1)),
         f"flaky payments retried ({metrics.messages_retried} attempts)": metrics.messages_retried
         == 2 * (TOTAL // FLAKY_EVERY),
-        f"poison message kept, then replayed ({replayed})": len(buried) == replayed == 1
-        and not left,
+        f"invalid order dead-lettered, then replayed ({replayed})": len(dead_letters)
+        == replayed
+        == 1
+        and not remaining,
         f"service {health.status}": health.status == "healthy",
     }
     if can.priority:
-        overtook = f"express orders overtook (places {min(places)} to {max(places)})"
+        overtook = f"express orders overtook (positions {min(places)} to {max(places)})"
         checks[overtook] = max(places) < 60
     else:
-        console.print("  [dim]– no priorities here: express orders waited for their turn[/]")
+        console.print("  [dim]– no priorities on this backend: express orders had to wait[/]")
     if can.delay:
         checks[f"reminder waited {reminders.waits[0]:.2f} s"] = reminders.waits[0] >= REMINDER_DELAY
     else:
-        console.print("  [dim]– no delays here: the reminder was written at once[/]")
-    for text, holds in checks.items():
-        console.print(f"  {'[green]✓[/]' if holds else '[red]✗[/]'} {text}")
+        console.print("  [dim]– no delays on this backend: the reminder was sent immediately[/]")
+    for text, passed in checks.items():
+        console.print(f"  {'[green]✓[/]' if passed else '[red]✗[/]'} {text}")
     return all(checks.values())
 
 
 if __name__ == "__main__":
-    logging.getLogger("qkit").setLevel(logging.CRITICAL)  # the display tells the same story
+    logging.getLogger("qkit").setLevel(logging.CRITICAL)  # the display shows the same information
     sys.exit(0 if asyncio.run(run_shop(Console())) else 1)

@@ -1,4 +1,4 @@
-"""Archive a channel: every message to Parquet, partitioned by the day it was sent, as a stream."""
+"""Archive a channel: stream every message to Parquet files, by day or hour of sending."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from qkit.spark.job import add_channel, count, options_of, parser, report_errors, session
-from qkit.spark.options import absolute, plan_of
+from qkit.spark.options import parse_options, with_absolute_paths
 
 EXAMPLE = (
     "spark-submit spark/archive.py --channel orders --config qkit.toml --output archive/orders "
@@ -18,35 +18,37 @@ EXAMPLE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the job."""
+    """Parse the arguments and run the job."""
     options = parser(__doc__ or "", EXAMPLE)
     add_channel(options)
-    options.add_argument("--output", required=True, help="directory of the Parquet files")
-    options.add_argument("--checkpoint", required=True, help="where Spark notes how far it is")
+    options.add_argument("--output", required=True, help="directory for the Parquet files")
+    options.add_argument("--checkpoint", required=True, help="directory for Spark's checkpoint")
     options.add_argument(
-        "--stage", help="needed on RabbitMQ and Redis: messages lie here meanwhile"
+        "--stage", help="directory for messages in progress; required for RabbitMQ and Redis"
     )
     options.add_argument(
-        "--by", choices=["day", "hour"], default="day", help="the partitions (day)"
+        "--by", choices=["day", "hour"], default="day", help="partition size (default: day)"
     )
     options.add_argument(
         "--max-rows",
         type=count,
         default=100_000,
         metavar="COUNT",
-        help="messages of a batch (100000)",
+        help="maximum number of messages per batch (default: 100000)",
     )
     options.add_argument(
         "--every",
         default="10 seconds",
         metavar="TIME",
-        help="how often a batch begins (10 seconds)",
+        help="interval between batches (default: 10 seconds)",
     )
-    options.add_argument("--once", action="store_true", help="what is there now, then end")
+    options.add_argument(
+        "--once", action="store_true", help="archive the available messages, then exit"
+    )
     given = options.parse_args(arguments)
     chosen = options_of(given, stage=given.stage, max_rows=str(given.max_rows))
     with report_errors():
-        chosen = absolute(chosen, plan_of(chosen))
+        chosen = with_absolute_paths(chosen, parse_options(chosen))
         with session(f"archive {given.channel}") as spark:
             query = start(
                 spark,
@@ -69,14 +71,26 @@ def start(
     hourly: bool = False,
     every: str | None = None,
 ) -> StreamingQuery:
-    """The stream, a batch ``every`` so often; without that, what is there now."""
+    """Start the stream.
+
+    Args:
+        spark: The Spark session.
+        options: Options for ``format("qkit")``.
+        output: Directory for the Parquet files.
+        checkpoint: Directory for Spark's checkpoint.
+        hourly: Whether to partition by day and hour instead of by day. Default: false.
+        every: Interval between batches, such as ``"10 seconds"``. By default, the stream ends after
+            the messages that are available now.
+    """
     stream = spark.readStream.format("qkit").options(**options).load()
-    at = "coalesce(sent_at, current_timestamp())"
-    parts = {"date": f"date({at}) as date"} | ({"hour": f"hour({at}) as hour"} if hourly else {})
+    time = "coalesce(sent_at, current_timestamp())"
+    partitions = {"date": f"date({time}) as date"}
+    if hourly:
+        partitions["hour"] = f"hour({time}) as hour"
     writer = (
-        stream.selectExpr("*", *parts.values())
+        stream.selectExpr("*", *partitions.values())
         .writeStream.format("parquet")
-        .partitionBy(*parts)
+        .partitionBy(*partitions)
         .option("checkpointLocation", checkpoint)
     )
     if every is None:
@@ -85,10 +99,10 @@ def start(
 
 
 def follow(query: StreamingQuery) -> int:
-    """Tell of each batch until the stream ends; how many messages there were."""
-    total, batch, over = 0, -1, False
-    while not over:
-        over = bool(query.awaitTermination(5))
+    """Print each batch until the stream ends; return the number of messages."""
+    total, batch, ended = 0, -1, False
+    while not ended:
+        ended = bool(query.awaitTermination(5))
         for progress in query.recentProgress:
             if progress["batchId"] > batch and progress["numInputRows"]:
                 batch, rows = progress["batchId"], progress["numInputRows"]

@@ -1,4 +1,4 @@
-"""Report a channel's dead letters: counts by reason, error and hour, as a page with charts."""
+"""Report a channel's dead letters by reason, error and hour, as an HTML page with charts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from qkit.spark.job import add_channel, options_of, parser, report_errors, session
-from qkit.spark.options import absolute, plan_of
+from qkit.spark.options import parse_options, with_absolute_paths
 from qkit.spark.report import report_of
 from qkit.spark.report_html import render_report
 
@@ -20,15 +20,19 @@ EXAMPLE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the job."""
+    """Parse the arguments and run the job."""
     options = parser(__doc__ or "", EXAMPLE)
     add_channel(options)
-    options.add_argument("--output", required=True, type=Path, metavar="FILE", help="the page")
-    options.add_argument("--json", type=Path, metavar="FILE", help="the same counts for programs")
+    options.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="HTML file to write"
+    )
+    options.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the counts to this file as JSON"
+    )
     given = options.parse_args(arguments)
     chosen = options_of(given, dead_letters="true")
     with report_errors():
-        chosen = absolute(chosen, plan_of(chosen))
+        chosen = with_absolute_paths(chosen, parse_options(chosen))
         with session(f"report {given.channel}") as spark:
             letters = spark.read.format("qkit").options(**chosen).load()
             report = report_of(letters, given.channel, datetime.now(UTC))

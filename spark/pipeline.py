@@ -1,8 +1,8 @@
-"""A whole pipeline on the embedded engine: generate, publish, handle, archive, report, and check.
+"""Run a complete pipeline on the native engine: generate, publish, handle, archive, report.
 
-Spark generates events and publishes them at once. A worker process handles them with typed
-handlers: some are refused, some fail and are retried. Meanwhile Spark archives the channel to
-Parquet. In the end the dead letters are reported, and every total is compared with every other.
+Spark generates events and publishes them in one job. A worker process handles them with typed
+handlers: some events are rejected, some fail and are retried. Meanwhile, Spark archives the channel
+to Parquet. Finally, the dead letters are reported, and all totals are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from archive import start as start_archive
-from pipeline_worker import REFUSED, SHAKY
+from pipeline_worker import FAIL_EVERY, REJECT_EVERY
 from pyspark.sql import DataFrame, SparkSession
 
 from qkit import Settings
@@ -30,11 +30,11 @@ from qkit.spark.report import report_of
 from qkit.spark.report_html import render_report
 
 CHANNEL = "events"
-PATIENCE = 300.0  # seconds without any progress after which it is given up
+STALL_TIMEOUT_SECONDS = 300.0  # time without progress before the pipeline gives up
 
 
 class Worker:
-    """The process that handles events, and its latest totals."""
+    """Worker process that handles events, and its latest totals."""
 
     def __init__(self, path: Path) -> None:
         script = Path(__file__).with_name("pipeline_worker.py")
@@ -42,7 +42,7 @@ class Worker:
             [sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True
         )
         self.totals = {"handled": 0, "cents": 0, "retried": 0, "dead_lettered": 0}
-        self.ready = threading.Event()  # the channel exists
+        self.ready = threading.Event()  # set when the channel exists
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -55,49 +55,54 @@ class Worker:
 
     @property
     def settled(self) -> int:
-        """How many events it has done with; ends the pipeline if the process has ended."""
+        """Number of settled events; raises ``SystemExit`` if the worker process has exited."""
         if self._process.poll() is not None:
-            raise SystemExit(f"error: the worker ended with {self._process.returncode}")
+            raise SystemExit(f"error: the worker exited with code {self._process.returncode}")
         return self.totals["handled"] + self.totals["dead_lettered"]
 
     def stop(self) -> None:
-        """Let it end; its last line has the final totals."""
+        """Stop the worker and wait for its last line, which contains the final totals."""
         self._process.terminate()
         self._reader.join(60)
         if self._process.wait(60):
-            raise SystemExit(f"error: the worker ended with {self._process.returncode}")
+            raise SystemExit(f"error: the worker exited with code {self._process.returncode}")
 
     def kill(self) -> None:
-        """Whatever became of it."""
+        """Kill the worker if it is still running."""
         self._process.kill()
         self._process.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the pipeline."""
+    """Parse the arguments, run the pipeline and check its totals."""
     options = parser(__doc__ or "", "spark-submit spark/pipeline.py --count 1000000")
-    options.add_argument("--count", type=count, default=1_000_000, help="how many events (1000000)")
+    options.add_argument(
+        "--count", type=count, default=1_000_000, help="number of events (default: 1000000)"
+    )
     options.add_argument(
         "--directory",
         type=Path,
-        help="a new one, where all of it lies and stays; else all but the report is removed",
+        help="new directory for all files, which are kept (default: a temporary directory)",
     )
     options.add_argument(
-        "--report", type=Path, metavar="FILE", help="the page; else report.html of the directory"
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="HTML file of the report (default: report.html in DIRECTORY or here)",
     )
     given = options.parse_args(arguments)
-    with report_errors(), working(given.directory) as directory:
+    with report_errors(), working_directory(given.directory) as directory:
         report = given.report or (given.directory or Path()) / "report.html"
         report.parent.mkdir(parents=True, exist_ok=True)
         problems = run(given.count, directory, report)
     if problems:
-        raise SystemExit(f"error: totals that do not agree: {', '.join(problems)}")
-    print(f"every total agrees; the dead letters are in {report}")
+        raise SystemExit(f"error: wrong totals: {', '.join(problems)}")
+    print(f"all totals agree; the report of the dead letters is in {report}")
 
 
 @contextmanager
-def working(directory: Path | None) -> Iterator[Path]:
-    """That directory, which must be new; without one, one that is removed in the end."""
+def working_directory(directory: Path | None) -> Iterator[Path]:
+    """Create the given directory, which must not exist, or a temporary one if it is ``None``."""
     if directory is None:
         with tempfile.TemporaryDirectory(
             prefix="qkit-pipeline-", ignore_cleanup_errors=True
@@ -109,15 +114,15 @@ def working(directory: Path | None) -> Iterator[Path]:
 
 
 def run(count: int, directory: Path, output: Path) -> list[str]:
-    """All of it; the names of totals that are wrong."""
+    """Run the pipeline and return the names of the totals that are wrong."""
     settings = Settings(type="native", path=directory / "data")
     options = {**as_options(settings), "channel": CHANNEL}
     worker = Worker(directory / "data")
     try:
         with session("qkit pipeline") as spark:
             with step("publish", count):
-                # The archive begins first: from here on the log is kept for it.
-                wait(worker.ready.is_set, lambda: worker.settled)
+                # Start the archive first, so that the log is retained for it from the beginning.
+                wait_until(worker.ready.is_set, lambda: worker.settled)
                 query = start_archive(
                     spark,
                     {**options, "max_rows": "200000"},
@@ -125,16 +130,18 @@ def run(count: int, directory: Path, output: Path) -> list[str]:
                     str(directory / "checkpoint"),
                     every="1 second",
                 )
-                wait(lambda: any((directory / "data").glob("readers/*")), lambda: worker.settled)
+                wait_until(
+                    lambda: any((directory / "data").glob("readers/*")), lambda: worker.settled
+                )
                 written = write(
                     events(spark, count), CHANNEL, settings, key="customer", job_id="pipeline"
                 )
             with step("handle", count):
-                wait(lambda: worker.settled >= count, lambda: worker.settled, count)
+                wait_until(lambda: worker.settled >= count, lambda: worker.settled, count)
             with step("archive", count):
                 query.processAllAvailable()
                 query.stop()
-            with step("report", count // REFUSED):
+            with step("report", count // REJECT_EVERY):
                 letters = spark.read.format("qkit").options(**options, dead_letters="true").load()
                 report = report_of(letters, CHANNEL, datetime.now(UTC))
                 output.write_text(render_report(report))
@@ -142,28 +149,29 @@ def run(count: int, directory: Path, output: Path) -> list[str]:
         worker.stop()
     finally:
         worker.kill()
-    refused = -(-count // REFUSED)
-    shaky = len(range(7, count, SHAKY))
-    refused_cents = sum(number % 1_000 for number in range(0, count, REFUSED))
-    every_cent = archived["cents"]
-    found = {
+    rejected = -(-count // REJECT_EVERY)
+    failing = len(range(7, count, FAIL_EVERY))
+    rejected_cents = sum(number % 1_000 for number in range(0, count, REJECT_EVERY))
+    archived_cents = archived["cents"]
+    totals = {
         "published": (written.messages or 0, count),
-        "handled": (worker.totals["handled"], count - refused),
-        "retried": (worker.totals["retried"], shaky),
-        "dead-lettered": (worker.totals["dead_lettered"], refused),
-        "reported": (report.total, refused),
+        "handled": (worker.totals["handled"], count - rejected),
+        "retried": (worker.totals["retried"], failing),
+        "dead-lettered": (worker.totals["dead_lettered"], rejected),
+        "reported": (report.total, rejected),
         "archived": (archived["rows"], count),
         "archived ids": (archived["ids"], count),
-        "cents archived": (every_cent, sum(number % 1_000 for number in range(count))),
-        "cents handled": (worker.totals["cents"], every_cent - refused_cents),
+        "cents archived": (archived_cents, sum(number % 1_000 for number in range(count))),
+        "cents handled": (worker.totals["cents"], archived_cents - rejected_cents),
     }
-    for name, (actual, expected) in found.items():
-        print(f"  {name:<16}{actual:>14,}{'' if actual == expected else f'  not {expected:,}'}")
-    return [name for name, (actual, expected) in found.items() if actual != expected]
+    for name, (actual, expected) in totals.items():
+        wrong = "" if actual == expected else f"  expected {expected:,}"
+        print(f"  {name:<16}{actual:>14,}{wrong}")
+    return [name for name, (actual, expected) in totals.items() if actual != expected]
 
 
 def events(spark: SparkSession, count: int) -> DataFrame:
-    """What is published."""
+    """Return ``count`` generated events."""
     return spark.range(count).selectExpr(
         "id",
         "concat('customer-', id % 1000) as customer",
@@ -173,7 +181,7 @@ def events(spark: SparkSession, count: int) -> DataFrame:
 
 
 def archive_totals(spark: SparkSession, archive: Path) -> dict[str, int]:
-    """What the Parquet files say."""
+    """Return the numbers of rows and distinct ids, and the total cents, in the archive."""
     body = "from_json(cast(value as string), 'id long, cents long') as body"
     row = (
         spark.read.parquet(str(archive))
@@ -186,7 +194,7 @@ def archive_totals(spark: SparkSession, archive: Path) -> dict[str, int]:
 
 @contextmanager
 def step(name: str, count: int) -> Iterator[None]:
-    """Say what is done, and how long it took."""
+    """Print the name of a step, and its duration and rate when it ends."""
     print(f"{name}: …", flush=True)
     started = time.monotonic()
     yield
@@ -194,17 +202,19 @@ def step(name: str, count: int) -> Iterator[None]:
     print(f"{name}: {count:,} in {seconds:.1f} s, {count / seconds:,.0f}/s", flush=True)
 
 
-def wait(condition: Callable[[], bool], progress: Callable[[], int], total: int = 0) -> None:
-    """Until it is so, telling how much of ``total`` is done; gives up when nothing moves."""
-    seen, since, said = progress(), time.monotonic(), time.monotonic()
+def wait_until(condition: Callable[[], bool], progress: Callable[[], int], total: int = 0) -> None:
+    """Wait until the condition holds and print the progress; exit if there is none for 300 s."""
+    seen, since, printed = progress(), time.monotonic(), time.monotonic()
     while not condition():
         now = time.monotonic()
         if progress() != seen:
             seen, since = progress(), now
-        if now - since > PATIENCE:
-            raise SystemExit(f"error: {seen:,} of {total:,}, and no more for {PATIENCE:.0f} s")
-        if total and now - said >= 2:
-            said = now
+        if now - since > STALL_TIMEOUT_SECONDS:
+            raise SystemExit(
+                f"error: no progress for {STALL_TIMEOUT_SECONDS:.0f} s at {seen:,} of {total:,}"
+            )
+        if total and now - printed >= 2:
+            printed = now
             print(f"  {seen:,} of {total:,} ({100 * seen // total} %)", flush=True)
         time.sleep(0.1)
 

@@ -1,6 +1,6 @@
-"""The worker of ``pipeline.py``: typed handlers on the channel ``events``, until SIGTERM.
+"""Worker process of ``pipeline.py``: handles the channel ``events`` until SIGTERM.
 
-Writes its totals to standard output, a line of JSON every half second.
+It prints its totals every half second, as one line of JSON.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pydantic import BaseModel
 
 from qkit import Message, QueueService, Reject, Settings, channel, consume
 
-REFUSED = 500  # every so many-th event is refused,
-SHAKY = 1_000  # and every so many-th fails the first time
+REJECT_EVERY = 500  # one event in 500 is rejected
+FAIL_EVERY = 1_000  # one event in 1,000 fails on its first attempt
 
 
 class Event(BaseModel):
-    """What is generated, published and handled."""
+    """Event of the pipeline."""
 
     id: int
     customer: str
@@ -29,7 +29,7 @@ class Event(BaseModel):
 
 @dataclass
 class Totals:
-    """What the handlers have done."""
+    """Totals that the handler has counted."""
 
     handled: int = 0
     cents: int = 0
@@ -38,47 +38,47 @@ class Totals:
 
 @channel("events", prefetch=500)
 class Events:
-    """Adds up what it gets; some of it is bad."""
+    """Handler that adds up the events, and rejects or fails some of them."""
 
     def __init__(self, totals: Totals) -> None:
         self.totals = totals
 
     @consume(concurrency=64)
     async def book(self, event: Event, message: Message) -> None:
-        """One event."""
-        if event.id % REFUSED == 0:
+        """Add one event to the totals."""
+        if event.id % REJECT_EVERY == 0:
             raise Reject(f"customer {event.customer} is closed")
-        if event.id % SHAKY == 7 and message.attempt == 1:
+        if event.id % FAIL_EVERY == 7 and message.attempt == 1:
             self.totals.retried += 1
-            raise ConnectionError("the ledger did not answer")
+            raise ConnectionError("the ledger did not respond")
         self.totals.handled += 1
         self.totals.cents += event.cents
 
 
 async def main(path: str) -> None:
-    """Serve until SIGTERM."""
+    """Handle events until SIGTERM, and print the totals."""
     totals = Totals()
     service = QueueService(
         Settings(type="native", path=path, retry={"initial_delay": 0.2, "max_delay": 1.0})
     )
     service.register(Events(totals))
-    await service.start()  # the first line says that the channel exists
+    await service.start()  # creates the channel before the first line is printed
     async with asyncio.TaskGroup() as group:
-        telling = group.create_task(tell(totals, service), name="telling")
+        printer = group.create_task(print_totals(totals, service), name="printer")
         await service.run()
-        telling.cancel()
-    print(line(totals, service), flush=True)
+        printer.cancel()
+    print(totals_line(totals, service), flush=True)
 
 
-async def tell(totals: Totals, service: QueueService) -> None:
-    """Say how far it is."""
+async def print_totals(totals: Totals, service: QueueService) -> None:
+    """Print the totals every half second."""
     while True:
         await asyncio.sleep(0.5)
-        print(line(totals, service), flush=True)
+        print(totals_line(totals, service), flush=True)
 
 
-def line(totals: Totals, service: QueueService) -> str:
-    """The totals as JSON."""
+def totals_line(totals: Totals, service: QueueService) -> str:
+    """Return the totals as JSON."""
     dead = service.metrics().messages_dead_lettered
     return json.dumps({**totals.__dict__, "dead_lettered": dead})
 

@@ -1,4 +1,4 @@
-"""Replay dead letters: those that match go to their channel again, so many in a second."""
+"""Replay matching dead letters to their channel, at a limited rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from qkit import Settings, SyncQueueService
 from qkit.spark.job import add_channel, count, options_of, parser, report_errors, session
-from qkit.spark.options import absolute, plan_of
+from qkit.spark.options import parse_options, with_absolute_paths
 
 EXAMPLE = (
     "spark-submit spark/replay.py --channel orders --config qkit.toml --error ConnectionError "
@@ -17,28 +17,36 @@ EXAMPLE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the job."""
+    """Parse the arguments and run the job."""
     options = parser(__doc__ or "", EXAMPLE)
     add_channel(options)
-    options.add_argument("--reason", help="MaxRetriesExceeded, ExplicitNack, TTLExpired, …")
-    options.add_argument("--error", metavar="TYPE", help="the error's type, such as KeyError")
     options.add_argument(
-        "--where", metavar="SQL", help="any condition on the columns of a dead letter"
+        "--reason", help="replay only this reason: MaxRetriesExceeded, ExplicitNack, TTLExpired, …"
     )
     options.add_argument(
-        "--limit", type=count, metavar="COUNT", help="at most so many, the oldest first"
+        "--error", metavar="TYPE", help="replay only this error type, such as KeyError"
     )
     options.add_argument(
-        "--rate", type=float, default=100.0, metavar="NUMBER", help="messages in a second (100)"
+        "--where", metavar="SQL", help="replay only dead letters that match this condition"
     )
-    options.add_argument("--dry-run", action="store_true", help="only say how many there are")
+    options.add_argument(
+        "--limit", type=count, metavar="COUNT", help="replay at most this many, oldest first"
+    )
+    options.add_argument(
+        "--rate",
+        type=float,
+        default=100.0,
+        metavar="NUMBER",
+        help="replay this many messages per second (default: 100)",
+    )
+    options.add_argument("--dry-run", action="store_true", help="only count matching dead letters")
     given = options.parse_args(arguments)
     if not given.rate > 0:
-        options.error("argument --rate: write a number above 0")
+        options.error(f"argument --rate: expected a number above 0, got {given.rate:g}")
     chosen = options_of(given, dead_letters="true")
     with report_errors():
-        plan = plan_of(chosen)
-        chosen = absolute(chosen, plan)
+        plan = parse_options(chosen)
+        chosen = with_absolute_paths(chosen, plan)
         with session(f"replay {given.channel}") as spark:
             letters = spark.read.format("qkit").options(**chosen).load()
             if given.reason:
@@ -54,22 +62,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.dry_run:
             print(f"{len(ids)} dead letters of {given.channel} match")
         else:
-            done = replay(plan.settings, plan.channel, ids, given.rate)
-            print(f"{done} dead letters of {given.channel} replayed")
+            replayed = replay(plan.settings, plan.channel, ids, given.rate)
+            print(f"{replayed} dead letters of {given.channel} replayed")
 
 
 def replay(settings: Settings, channel: str, ids: Sequence[str], rate: float) -> int:
-    """Each is sent before it is removed from the dead letters, so a crash here loses nothing."""
-    at_once = max(1, min(500, round(rate)))
-    done, started = 0, time.monotonic()
+    """Replay dead letters by id at ``rate`` messages per second; return how many were replayed.
+
+    Each message is sent before its dead letter is removed, so a crash loses nothing.
+    """
+    batch_size = max(1, min(500, round(rate)))
+    replayed, started = 0, time.monotonic()
     with SyncQueueService(settings) as service:
         letters = service.dead_letters(channel)
-        for start in range(0, len(ids), at_once):
+        for start in range(0, len(ids), batch_size):
             due = started + start / rate
             time.sleep(max(0.0, due - time.monotonic()))
-            done += letters.replay(ids[start : start + at_once])
-            print(f"{done} of {len(ids)}", flush=True)
-    return done
+            replayed += letters.replay(ids[start : start + batch_size])
+            print(f"{replayed} of {len(ids)}", flush=True)
+    return replayed
 
 
 if __name__ == "__main__":

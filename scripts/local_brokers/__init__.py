@@ -1,4 +1,5 @@
-"""Redis, RabbitMQ and Kafka as plain local processes; standard library only.
+"""Redis, RabbitMQ and Kafka as local processes, using only the standard library.
 
-cli -> lifecycle -> servers -> {processes, probes, packages, state}
+A module imports only modules after it in this list: cli, lifecycle, servers, state, processes,
+probes, chromium, packages.
 """

@@ -1,4 +1,4 @@
-"""A Chromium for the tests of the dashboard: the machine's own, or Debian's package."""
+"""Chromium for the dashboard tests: an installed browser or the Debian package."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from local_brokers.packages import Missing, ensure, in_ci
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
-PACKAGES = ("chromium", "fonts-dejavu-core")  # without a font, pages are empty boxes
+PACKAGES = ("chromium", "fonts-dejavu-core")  # without a font, pages show empty boxes
 
 
 def chromium() -> str:
-    """Where it is; raises `Missing` with what to type."""
+    """Return the path of Chromium and install it if necessary; raise `Missing` on failure."""
     found = _find()
     if found is None:
         ensure(PACKAGES)
         found = _find()
     if found is None:
-        raise Missing("Debian's package has no program called chromium")
+        raise Missing(f"none of {', '.join(NAMES)} found after installing {' '.join(PACKAGES)}")
     return found
 
 
@@ -27,11 +27,11 @@ def _find() -> str | None:
 
 
 def main() -> int:
-    """For `make test`, before the clock of any test runs; only CI insists."""
+    """Install Chromium before the tests, because it takes time; return 1 on a failure in CI."""
     try:
         chromium()
     except Missing as missing:
-        print(f"the dashboard's tests will be skipped: {missing}", file=sys.stderr)
+        print(f"the dashboard tests will be skipped: {missing}", file=sys.stderr)
         return 1 if in_ci() else 0
     return 0
 

@@ -1,4 +1,4 @@
-"""The command line of scripts/brokers."""
+"""Command line of scripts/brokers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = tuple(server.name for server in SERVERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 when all the servers asked for are as asked."""
+    """Run a command and return its exit code, which is 0 if it succeeded for all servers."""
     options = _parser().parse_args(arguments)
     if options.command == "run":
         return run(options.program, options.only or NAMES)
@@ -46,15 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guard(brokers: Brokers) -> None:
-    """Wait until nobody holds the other end of the input, then leave nothing behind."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the one guarded
+    """Wait until standard input is closed, then kill the servers and remove their directory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the guarded process
     sys.stdin.read()
     brokers.stop(grace=0)
     shutil.rmtree(brokers_directory(), ignore_errors=True)
 
 
 def status(brokers: Brokers) -> int:
-    """A small table; 0 only if all run."""
+    """Print a table of the servers and return 0 if all are running, otherwise 1."""
     statuses = brokers.status()
     for server in statuses:
         pids = ",".join(map(str, server.pids)) if server.running else "-"
@@ -64,20 +64,24 @@ def status(brokers: Brokers) -> int:
 
 
 def urls(brokers: Brokers) -> int:
-    """Lines for `env` or a shell; a server that does not run has none."""
+    """Print the URLs of running servers as variable assignments; return 1 if one is missing."""
     statuses = brokers.status()
     for server in statuses:
         if server.running:
             print(f"{server.variable}={server.url}")
         else:
-            print(f"{server.name} does not run: scripts/brokers up {server.name}", file=sys.stderr)
+            print(
+                f"{server.name} is not running; run: scripts/brokers up {server.name}",
+                file=sys.stderr,
+            )
     return 0 if all(server.running for server in statuses) else 1
 
 
 def run(program: Sequence[str], names: Sequence[str] = NAMES) -> int:
-    """Run a program with the named brokers up and their addresses in its environment.
+    """Start brokers, run a program with their URLs in its environment, and return its exit code.
 
-    Brokers given by the environment are not started, and those that ran before stay up afterwards.
+    A broker whose URL is already in the environment is not started. Brokers that were running
+    before keep running afterwards.
     """
     directory = brokers_directory()
     given = {server.name for server in SERVERS if os.environ.get(server.variable)}
@@ -93,17 +97,17 @@ def run(program: Sequence[str], names: Sequence[str] = NAMES) -> int:
             if failures and (in_ci() or os.environ.get("QKIT_REQUIRE_BROKERS") == "1"):
                 return 1
             environment |= {s.variable: s.url for s in brokers.status() if s.running}
-        return _run_to_the_end(program, environment)
+        return _run_program(program, environment)
     finally:
         if ours:
             Brokers(directory, ours).down()
 
 
-def _run_to_the_end(program: Sequence[str], environment: dict[str, str]) -> int:
+def _run_program(program: Sequence[str], environment: dict[str, str]) -> int:
     child = subprocess.Popen(program, env=environment)
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        # A terminal's interrupt has reached the child by itself.
+        # The terminal sends the SIGINT of Ctrl-C to the child as well.
         if number == signal.SIGTERM:
             child.terminate()
 
@@ -117,36 +121,36 @@ def _run_to_the_end(program: Sequence[str], environment: dict[str, str]) -> int:
 
 
 def _name(text: str) -> str:
-    # Not `choices`: argparse holds the empty list of "all of them" against it.
+    # Not `choices`, because argparse would then reject an empty list, which means all brokers.
     if text not in NAMES:
-        raise argparse.ArgumentTypeError(f"unknown broker {text!r}; there are {', '.join(NAMES)}")
+        raise argparse.ArgumentTypeError(f"unknown broker {text!r}; use {', '.join(NAMES)}")
     return text
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/brokers",
-        description="Redis, RabbitMQ and Kafka as local processes on free loopback ports.",
-        epilog="Data, logs and state live in .brokers/ (or QKIT_BROKERS_DIR).",
+        description="Run Redis, RabbitMQ and Kafka as local processes on free loopback ports.",
+        epilog="Data, logs and state are in .brokers/ (or QKIT_BROKERS_DIR).",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, text in {
-        "up": "start what does not run; returns when all are ready",
-        "down": "end what `up` started and remove its data",
-        "stop": "end the processes but keep data and ports, for tests of outages",
-        "guard": "wait for the end of the input, then kill all and remove the whole directory",
-        "status": "show what runs; exit code 0 only if all do",
-        "urls": "print QKIT_TEST_*_URL lines",
+        "up": "start the brokers that are not running; return when all are ready",
+        "down": "stop the brokers that `up` started and remove their data",
+        "stop": "stop the brokers but keep their data and ports, to test outages",
+        "guard": "wait until standard input ends, then kill the brokers and remove the directory",
+        "status": "show the brokers; exit with 0 only if all are running",
+        "urls": "print the URLs of running brokers as QKIT_TEST_*_URL=... lines",
     }.items():
         command = commands.add_parser(name, help=text)
         command.add_argument(
             "brokers", nargs="*", type=_name, metavar="broker", help=" | ".join(NAMES)
         )
         if name == "stop":
-            command.add_argument("--kill", action="store_true", help="no warning, as in a crash")
-    command = commands.add_parser("run", help="run a program with all up, and `down` after it")
+            command.add_argument("--kill", action="store_true", help="send SIGKILL, like a crash")
+    command = commands.add_parser("run", help="start the brokers, run a program, then stop them")
     command.add_argument(
-        "--only", action="append", type=_name, metavar="broker", help="not all of them"
+        "--only", action="append", type=_name, metavar="broker", help="start only this broker"
     )
     command.add_argument("program", nargs=argparse.REMAINDER)
     return parser

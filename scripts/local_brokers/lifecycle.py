@@ -1,4 +1,4 @@
-"""Bring servers up, tell whether they run, take them down; every change happens under the lock."""
+"""Start, stop and status of the servers; every change is made under the lock."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LOG_TAIL_LINES = 40
 
 
 class StartFailed(Exception):
-    """A server did not become ready; the text carries the end of its log."""
+    """A server did not become ready; the message contains the end of its log."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """One server as `status` and `urls` show it."""
+    """Status of one server, for `status` and `urls`."""
 
     name: str
     variable: str
@@ -35,9 +35,9 @@ class Status:
 
 
 class Brokers:
-    """The servers of one directory, all of them or the named ones.
+    """Servers in one directory: all, or those in `names`.
 
-    `settings` has further lines for the configuration of a server, by its name.
+    `settings` contains additional configuration lines for each server, by its name.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Brokers:
         ]
 
     def up(self) -> dict[str, str]:
-        """Start what does not run and wait until all are ready; return failures and reasons."""
+        """Start the stopped servers and wait for them; return the reasons of failures by name."""
         with self._state.locked():
             stopped = [server for server in self._servers if not self._is_running(server)]
             failures = _install_programs(stopped)
@@ -67,7 +67,7 @@ class Brokers:
                     started.append(server)
                 except (CannotPrepare, RuntimeError, OSError) as error:
                     failures[server.name] = str(error)
-            # All boot at once; the slowest decides.
+            # Wait only now, so that the servers start concurrently.
             for server in started:
                 try:
                     self._wait_until_ready(server)
@@ -76,12 +76,12 @@ class Brokers:
         return failures
 
     def stop(self, *, grace: float = GRACE_SECONDS) -> None:
-        """End the processes; data and ports stay for the next `up`."""
+        """Stop the servers but keep their data and ports for the next `up`."""
         with self._state.locked():
             self._stop(self._servers, grace)
 
     def down(self) -> None:
-        """End the processes and remove their data; nothing else of the machine is touched."""
+        """Stop the servers and remove their data."""
         with self._state.locked():
             self._stop(self._servers, GRACE_SECONDS)
             for server in self._servers:
@@ -96,7 +96,7 @@ class Brokers:
                 record.signal(number)
 
     def status(self) -> list[Status]:
-        """What runs; a server counts only when it also answers."""
+        """Return the status of the servers; a server is running only if its probe succeeds."""
         recorded = self._state.load()
         statuses = []
         for server in self._servers:
@@ -124,7 +124,7 @@ class Brokers:
     def _start(self, server: Server) -> None:
         former = self._state.load().get(server.name)
         if former:
-            # A crash may leave one process of two; start from none.
+            # After a crash, one of the server's processes may still be running.
             processes.end(former.processes, grace=GRACE_SECONDS)
         if former and _are_freed(former.ports.values()):
             state = ServerState(ports=former.ports)
@@ -139,7 +139,7 @@ class Brokers:
                 log=server.log,
             )
             state.processes.append(record)
-            # Recorded at once: an interrupted `up` leaves nothing that `down` does not know.
+            # Record it immediately, so that `down` also stops the processes of an interrupted `up`.
             self._state.put(server.name, state)
 
     def _wait_until_ready(self, server: Server) -> None:
@@ -148,7 +148,7 @@ class Brokers:
         while not _ready(server, state):
             died = not all(record.is_alive() for record in state.processes)
             if died or time.monotonic() > deadline:
-                what = "ended" if died else f"was not ready within {server.ready_within:.0f} s"
+                what = "exited" if died else f"was not ready within {server.ready_within:.0f} s"
                 self._stop([server], GRACE_SECONDS)
                 raise StartFailed(
                     f"{server.name} {what}; the end of {server.log}:\n{_tail(server)}"
@@ -167,7 +167,10 @@ class Brokers:
 
 
 def _are_freed(ports: Iterable[int]) -> bool:
-    """Whether a former server's ports can be had; the kernel may still be closing what it held."""
+    """Wait up to `GRACE_SECONDS` for an earlier server's ports; return whether they are free.
+
+    The kernel may still be closing its connections.
+    """
     deadline = time.monotonic() + GRACE_SECONDS
     while not all(probes.is_free(port) for port in ports):
         if time.monotonic() > deadline:
@@ -177,7 +180,7 @@ def _are_freed(ports: Iterable[int]) -> bool:
 
 
 def _install_programs(servers: Sequence[Server]) -> dict[str, str]:
-    """All packages in one go; the servers that have to do without theirs, with the reason."""
+    """Install all missing packages in one call; return the failures by server name."""
     missing = {server.name: server.missing_packages() for server in servers}
     try:
         packages.ensure([package for names in missing.values() for package in names])

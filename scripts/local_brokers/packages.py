@@ -1,4 +1,4 @@
-"""The programs that servers need: Debian's packages, installed where we may, else a hint."""
+"""Installation of the Debian packages that the servers need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POLICY = Path("/usr/sbin/policy-rc.d")
 
 
 class Missing(Exception):
-    """A program is not there and we may not install it; the text says what to type."""
+    """A program is missing and was not installed; the message says what to do or what failed."""
 
 
 def in_ci() -> bool:
@@ -22,18 +22,18 @@ def in_ci() -> bool:
 
 
 def ensure(packages: Sequence[str]) -> None:
-    """Install Debian packages as root, or through sudo in CI; elsewhere raise `Missing`."""
+    """Install Debian packages as root, or with sudo in CI; otherwise raise `Missing`."""
     if not packages:
         return
     wanted = " ".join(packages)
     if shutil.which("apt-get") is None:
-        raise Missing(f"install what Debian calls {wanted}")
+        raise Missing(f"install the equivalent of the Debian packages {wanted}")
     if os.geteuid() == 0:
         prefix: list[str] = []
     elif in_ci() and shutil.which("sudo"):
         prefix = ["sudo", "-n", "--preserve-env=DEBIAN_FRONTEND"]
     else:
-        raise Missing(f"sudo apt-get install {wanted}")
+        raise Missing(f"run: sudo apt-get install {wanted}")
     print(f"installing {wanted}", file=sys.stderr, flush=True)
     with _services_stay_off(prefix):
         _apt([*prefix, "apt-get"], "update")
@@ -41,7 +41,7 @@ def ensure(packages: Sequence[str]) -> None:
 
 
 def _apt(command: Sequence[str], *arguments: str) -> None:
-    # The lock may be held by another checkout's run; waiting beats failing.
+    # Wait up to 300 seconds for another installation to release the lock.
     result = subprocess.run(
         [*command, "-qq", "-o", "DPkg::Lock::Timeout=300", *arguments],
         env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
@@ -57,8 +57,8 @@ def _apt(command: Sequence[str], *arguments: str) -> None:
 
 @contextmanager
 def _services_stay_off(prefix: Sequence[str]) -> Iterator[None]:
-    """Keep Debian from starting the system's own Redis and RabbitMQ as it installs them."""
-    if prefix or _POLICY.exists():  # someone else's policy is theirs; ours needs root
+    """Prevent Debian from starting Redis and RabbitMQ as services when it installs them."""
+    if prefix or _POLICY.exists():  # only root can write it; an existing policy is kept
         yield
         return
     _POLICY.write_text("#!/bin/sh\nexit 101\n")

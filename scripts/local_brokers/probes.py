@@ -1,4 +1,4 @@
-"""Is the server ready? Each probe speaks the server's own protocol and raises until it is."""
+"""Readiness probes in the protocol of each server; a probe raises until the server is ready."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ TIMEOUT_SECONDS = 5.0
 
 
 class NotReady(Exception):
-    """The server answered, but not (yet) as a server that can take work."""
+    """The server accepted the connection but is not ready yet."""
 
 
 def redis(port: int) -> None:
-    """PING; a server that still loads its append-only file answers -LOADING."""
+    """Check that the server replies to PING; it replies -LOADING while it loads its data."""
     with _connect(port) as connection:
         connection.sendall(b"PING\r\n")
         answer = connection.recv(128)
     if not answer.startswith(b"+PONG"):
-        raise NotReady(f"Redis said {answer!r}")
+        raise NotReady(f"Redis replied {answer!r} to PING")
 
 
 def amqp(port: int, user: str = "guest", password: str = "guest") -> None:
-    """Log in as far as connection.tune, which RabbitMQ sends only to accepted credentials."""
+    """Check that RabbitMQ sends connection.tune, which means that it accepts the credentials."""
     with _connect(port) as connection:
         connection.sendall(b"AMQP\x00\x00\x09\x01")
         _expect_connection_method(connection, 10, "connection.start")
@@ -43,10 +43,10 @@ def amqp(port: int, user: str = "guest", password: str = "guest") -> None:
 
 
 def kafka(port: int) -> None:
-    """Ask for metadata; ready means that the node lists itself as a broker that is not fenced."""
+    """Check that the metadata lists a broker; a node lists itself when it is no longer fenced."""
     client = b"qkit-probe"
     header = struct.pack(">hhih", 3, 1, 1, len(client)) + client  # Metadata, version 1
-    request = header + struct.pack(">i", 0)  # of no topics
+    request = header + struct.pack(">i", 0)  # no topics
     with _connect(port) as connection:
         connection.sendall(struct.pack(">i", len(request)) + request)
         (size,) = struct.unpack(">i", _read(connection, 4))
@@ -56,10 +56,10 @@ def kafka(port: int) -> None:
 
 
 def free_port() -> int:
-    """A free port below the range that the kernel gives to outgoing connections.
+    """Return a free port below the ephemeral range, which outgoing connections use.
 
-    From inside that range another program's connection could take a stopped broker's port, and a
-    client that keeps dialling a dead port there can end up connected to itself.
+    In the ephemeral range, another program's connection could take the port of a stopped broker,
+    and a client that keeps connecting to a closed port can end up connected to itself.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     first, last = (10_000, lowest - 1) if lowest > 11_000 else (20_000, 60_000)
@@ -72,7 +72,7 @@ def free_port() -> int:
 
 def is_free(port: int) -> bool:
     with socket.socket() as candidate:
-        # As servers do: connections of a former server that linger in TIME_WAIT do not matter.
+        # Like servers, ignore connections of an earlier server in TIME_WAIT.
         candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             candidate.bind((HOST, port))

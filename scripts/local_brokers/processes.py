@@ -1,4 +1,4 @@
-"""Processes that outlive the script, and the proof that a recorded pid is still the same one."""
+"""Processes that outlive the script and are identified even if their pids are reused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """A pid alone may be recycled; with its start time and boot it names one process for ever."""
+    """Unique identity of a process: pid, start time and boot id, because pids are reused."""
 
     pid: int
     start_ticks: int
@@ -23,7 +23,7 @@ class ProcessRecord:
 
     @classmethod
     def of(cls, pid: int) -> ProcessRecord | None:
-        """The record of a living process; None when there is none (a zombie is dead)."""
+        """Return the record of a running process, or None if it has ended or is a zombie."""
         stat = _stat(pid)
         if stat is None:
             return None
@@ -33,13 +33,13 @@ class ProcessRecord:
         return ProcessRecord.of(self.pid) == self
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal this process, never a stranger that has taken over its pid."""
+        """Send a signal to this process, but never to a later process with the same pid."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return
         try:
-            # Checked after the descriptor is open: it stays bound to the process that was checked.
+            # Check after opening, so that the descriptor refers to the checked process.
             if self.is_alive():
                 signal.pidfd_send_signal(descriptor, number)
         except ProcessLookupError:
@@ -51,7 +51,7 @@ class ProcessRecord:
 def spawn(
     argv: Sequence[str], *, environment: Mapping[str, str], directory: Path, log: Path
 ) -> ProcessRecord:
-    """Start a process that survives this script, in a session of its own, its output in `log`."""
+    """Start a process in a new session, so that it outlives this script; append output to `log`."""
     with log.open("ab") as output:
         child = subprocess.Popen(
             argv,
@@ -63,27 +63,30 @@ def spawn(
             start_new_session=True,
         )
     record = ProcessRecord.of(child.pid)
-    # It is meant to outlive this process: without this word Popen would warn of it.
+    # Prevent Popen's warning about a child that is still running.
     child.returncode = 0
     if record is None:
-        raise RuntimeError(f"{argv[0]} ended at once; see {log}")
+        raise RuntimeError(f"{argv[0]} exited immediately; see {log}")
     return record
 
 
 def end(records: Sequence[ProcessRecord], *, grace: float) -> None:
-    """Ask the processes and their groups to stop, and kill what is left after `grace` seconds."""
-    doomed = [member for record in records for member in _group(record)]
+    """Terminate the processes and their groups; after `grace` seconds, kill the rest."""
+    members = [member for record in records for member in _group(record)]
     if grace > 0:
-        for record in doomed:
+        for record in members:
             record.signal(signal.SIGTERM)
-        _wait_until_dead(doomed, grace)
-    for record in doomed:
+        _wait_until_dead(members, grace)
+    for record in members:
         record.signal(signal.SIGKILL)
-    _wait_until_dead(doomed, 10)
+    _wait_until_dead(members, 10)
 
 
 def _group(leader: ProcessRecord) -> list[ProcessRecord]:
-    """The leader and its children; nobody when it is gone, for its number may be another's now."""
+    """Return the processes in the leader's group, or an empty list if the leader has ended.
+
+    The pid of an ended leader may belong to another process.
+    """
     if not leader.is_alive():
         return []
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
@@ -109,7 +112,7 @@ def _stat(pid: int) -> _Stat | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command name may hold spaces and brackets: fields are counted from the last bracket.
+    # The command name may contain spaces and parentheses; the fields start after the last ")".
     state, _parent, group, *rest = text.rpartition(")")[2].split()
     if state in {"Z", "X"}:
         return None

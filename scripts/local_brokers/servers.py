@@ -1,4 +1,4 @@
-"""The three servers: what each needs, how it is configured and started, and when it is ready."""
+"""Redis, RabbitMQ and Kafka: their packages, configuration, commands and readiness."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Ports = Mapping[str, int]
 
 
 class CannotPrepare(Exception):
-    """The server's files could not be made; the text carries the tool's own words."""
+    """A server's files could not be created; the message contains the output of the tool."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One process of a server."""
+    """Command and environment of one process of a server."""
 
     argv: list[str]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Server(ABC):
-    """A broker under `home`; everything in it but `keep` goes with `down`.
+    """Broker in the directory `home`; `down` removes everything in it except `keep`.
 
-    `settings` are lines for the end of its configuration, where the last word counts; `{redis}` and
-    the like in them are the numbers of its ports.
+    `settings` are lines that are appended to the configuration and override earlier lines. Port
+    names in them, such as `{redis}`, are replaced by port numbers.
     """
 
     name: ClassVar[str]
@@ -54,23 +54,23 @@ class Server(ABC):
 
     @abstractmethod
     def missing_packages(self) -> list[str]:
-        """Debian packages whose programs are not there."""
+        """Return the Debian packages whose programs are not installed."""
 
     @abstractmethod
     def prepare(self, ports: Ports) -> None:
-        """Write the configuration; data of an earlier start stays."""
+        """Create the files that the server needs, but keep the data of an earlier start."""
 
     @abstractmethod
     def commands(self, ports: Ports) -> list[Command]:
-        """The processes to start, in order."""
+        """Return the commands that start the server's processes, in order."""
 
     @abstractmethod
     def probe(self, ports: Ports) -> None:
-        """Return once the server takes work, raise before."""
+        """Return if the server is ready; raise otherwise."""
 
     @abstractmethod
     def url(self, ports: Ports) -> str:
-        """The address for clients."""
+        """Return the URL for clients."""
 
     def _further_settings(self, ports: Ports) -> list[str]:
         return [line.format_map(ports) for line in self._settings]
@@ -88,7 +88,7 @@ class Redis(Server):
     def prepare(self, ports: Ports) -> None:
         data = self.home / "data"
         data.mkdir(parents=True, exist_ok=True)
-        # Append-only: what a test wrote is still there after it killed and restarted the server.
+        # `appendonly`, so that the data survives a test that kills and restarts the server.
         _write(
             self.home / "redis.conf",
             "bind 127.0.0.1",
@@ -116,8 +116,8 @@ class RabbitMQ(Server):
     port_names = ("amqp", "distribution", "epmd")
     ready_within = 120.0
 
-    # Not the wrapper in /usr/sbin: that one changes to the user `rabbitmq`, who cannot enter a
-    # checkout in somebody's home, and refuses everyone else.
+    # Not the wrapper in /usr/sbin, which must be run as root or `rabbitmq` and switches to the user
+    # `rabbitmq`; that user cannot read a checkout in a home directory.
     _program = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 
     def missing_packages(self) -> list[str]:
@@ -130,14 +130,14 @@ class RabbitMQ(Server):
         _write(
             self.home / "rabbitmq.conf",
             f"listeners.tcp.1 = 127.0.0.1:{ports['amqp']}",
-            # A small disk is no reason to block every publisher of a test.
+            # With the default limit, a nearly full disk would block the tests' publishers.
             "disk_free_limit.absolute = 50MB",
             *self._further_settings(ports),
         )
 
     def commands(self, ports: Ports) -> list[Command]:
         erlang = {
-            # The Erlang cookie is made here: no other node on the machine shares it.
+            # The Erlang cookie is created in HOME, so that no other node on the machine shares it.
             "HOME": str(self.home),
             "ERL_EPMD_PORT": str(ports["epmd"]),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
@@ -151,13 +151,13 @@ class RabbitMQ(Server):
             "RABBITMQ_LOG_BASE": str(self.home / "logs"),
             "RABBITMQ_CONFIG_FILE": str(self.home / "rabbitmq.conf"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.home / "enabled_plugins"),
-            "RABBITMQ_CONF_ENV_FILE": "/dev/null",  # the system's own settings are not ours
+            "RABBITMQ_CONF_ENV_FILE": "/dev/null",  # ignore the system's settings
             "RABBITMQ_LOGS": "-",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
-            "detached": "1",  # lets the start script become the Erlang VM instead of watching it
+            "detached": "1",  # the start script execs the Erlang VM instead of supervising it
         }
         return [
-            # Started here, or the node would start one that nobody ends.
+            # If the node started epmd itself, nothing would stop it.
             Command(["epmd"], erlang),
             Command([str(self._program)], {**erlang, **node}),
         ]
@@ -174,7 +174,7 @@ class Kafka(Server):
     variable = "QKIT_TEST_KAFKA_URL"
     port_names = ("kafka", "controller")
     ready_within = 120.0
-    keep = "libs"  # 45 jars that do not change: the next `up` needs no Maven
+    keep = "libs"  # jars, which the next `up` would otherwise download again
 
     _pom = REPOSITORY / "scripts" / "kafka" / "pom.xml"
     _oldest_java = 17
@@ -202,7 +202,7 @@ class Kafka(Server):
             f"CONTROLLER://127.0.0.1:{ports['controller']}",
             f"advertised.listeners=PLAINTEXT://127.0.0.1:{ports['kafka']}",
             f"log.dirs={data}",
-            # One node: the internal topics cannot have the three replicas of the defaults.
+            # With one node, internal topics cannot have the default of three replicas.
             "offsets.topic.replication.factor=1",
             "offsets.topic.num.partitions=4",
             "transaction.state.log.replication.factor=1",
@@ -210,10 +210,10 @@ class Kafka(Server):
             "transaction.state.log.num.partitions=4",
             "share.coordinator.state.topic.replication.factor=1",
             "share.coordinator.state.topic.min.isr=1",
-            # Tests start and lose consumers all the time: do not wait three seconds for more.
+            # Do not wait three seconds for more consumers, because tests often start new groups.
             "group.initial.rebalance.delay.ms=0",
             "group.min.session.timeout.ms=500",
-            # The default of 128 MiB would be a quarter of the heap.
+            # The default buffer of 128 MiB would take a quarter of the heap.
             "log.cleaner.dedupe.buffer.size=4194304",
             *self._further_settings(ports),
         )
@@ -251,14 +251,14 @@ class Kafka(Server):
     def _fetch_libraries(self) -> None:
         if self._has_libraries():
             return
-        print("fetching Kafka with Maven", file=sys.stderr, flush=True)
+        print("downloading Kafka with Maven", file=sys.stderr, flush=True)
         partial = self.home / "libs.partial"
         for leftover in (partial, self.home / "libs"):
             shutil.rmtree(leftover, ignore_errors=True)
         maven = ["mvn", "--batch-mode", "--quiet", f"--file={self._pom}"]
         _run(
             [*maven, "dependency:copy-dependencies", f"-DoutputDirectory={partial}"],
-            "Maven could not fetch Kafka",
+            "Maven could not download Kafka",
         )
         _write(partial / "pom.sha256", self._pom_digest())
         partial.rename(self.home / "libs")

@@ -1,4 +1,4 @@
-"""What runs where: .brokers/state.json, and the lock under which one command changes it."""
+"""State of the servers in .brokers/state.json, and the lock that protects changes to it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def brokers_directory() -> Path:
-    """Where servers, data and logs live; QKIT_BROKERS_DIR gives a second, independent set."""
+    """Return the directory for data, logs and state: QKIT_BROKERS_DIR, or .brokers by default."""
     return Path(os.environ.get("QKIT_BROKERS_DIR") or REPOSITORY / ".brokers").absolute()
 
 
 @dataclass
 class ServerState:
-    """Ports outlive the processes: a stopped server comes back at the same address."""
+    """Ports and processes of a server; a stopped server keeps its ports."""
 
     ports: dict[str, int]
     processes: list[ProcessRecord] = field(default_factory=list)
 
 
 class StateFile:
-    """The recorded servers; change them only inside `locked()`."""
+    """File with the state of the servers; write it only inside `locked()`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -37,7 +37,7 @@ class StateFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Wait for every other command on this directory, then hold them off."""
+        """Hold the lock of the directory, so that other commands wait."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -63,7 +63,7 @@ class StateFile:
         self._write({key: value for key, value in self.load().items() if key != name})
 
     def _write(self, servers: dict[str, ServerState]) -> None:
-        # Renamed into place: `urls` and `status` read without the lock, never half a file.
+        # Replace the file atomically, because `urls` and `status` read it without the lock.
         partial = self._path.with_suffix(".partial")
         partial.write_text(
             json.dumps({name: asdict(server) for name, server in servers.items()}, indent=2) + "\n"
