@@ -18,6 +18,7 @@ from qkit.backend import LossReporting as LossReporting
 from qkit.backend import PublishGroups as PublishGroups
 from qkit.backend import QueueSpec as QueueSpec
 from qkit.backend import QueueStats as QueueStats
+from qkit.backend import StandbyReporting as StandbyReporting
 from qkit.backend import Subscription as Subscription
 from qkit.backend import SubscriptionSpec as SubscriptionSpec
 from qkit.backend import Support as Support

@@ -32,6 +32,7 @@ __all__ = [
     "QueueSpec",
     "QueueStats",
     "SettlementReporting",
+    "StandbyReporting",
     "Subscription",
     "SubscriptionSpec",
     "Support",
@@ -88,7 +89,9 @@ class Capabilities:
         delay: A message can be delivered after a delay.
         ttl: A message can expire.
         topics: Every group of a channel can receive its own copy of each message.
-        key_order: Messages with the same key keep their order.
+        key_order: An ordered consumer handles messages with the same key one after the other, in
+            the order in which they were sent, within one service.
+        key_lock: The same holds across all processes that consume the queue with ``ordered``.
         dead_letters: Messages that failed for good are stored with their error.
         prefetch: The number of unsettled deliveries of a consumer is limited.
         depth: The number of ready messages can be read.
@@ -117,6 +120,7 @@ class Capabilities:
     ttl: Support = Support.UNSUPPORTED
     topics: Support = Support.UNSUPPORTED
     key_order: Support = Support.UNSUPPORTED
+    key_lock: Support = Support.UNSUPPORTED
     dead_letters: Support = Support.UNSUPPORTED
     prefetch: Support = Support.UNSUPPORTED
     depth: Support = Support.UNSUPPORTED
@@ -218,6 +222,11 @@ class SubscriptionSpec:
         needs_delay: Whether failed messages are released with a delay. If delays require something
             on the broker that is missing and that the backend may not create, ``subscribe`` raises
             ``ConfigError`` and the service does not start.
+        ordered: Whether messages with the same key must be handled in order. A backend with
+            ``key_lock`` delivers the messages of a key, in order, to one ordered subscription at a
+            time: while a subscription holds a message of a key, no other receives that key.
+            ``release`` without a delay puts a message back to its old place, at the latest when
+            the subscription ends; the key is free once the subscription holds none of its messages.
 
     Example:
         >>> spec = SubscriptionSpec(queue="orders", group="billing", consumer="b1", prefetch=10)
@@ -232,6 +241,7 @@ class SubscriptionSpec:
     broadcast: bool = False
     ack_deadline: float | None = None
     needs_delay: bool = False
+    ordered: bool = False
 
 
 class Delivery:
@@ -571,6 +581,31 @@ class SettlementReporting(Protocol):
         Example:
             >>> def print_failures(subscription: SettlementReporting) -> None:
             ...     subscription.on_settlement(lambda what, error: print(what, error))
+        """
+        ...
+
+
+@runtime_checkable
+class StandbyReporting(Protocol):
+    """A subscription that may wait until another one has ended.
+
+    Implement it if only one ordered subscription of a queue can be active at a time. On standby
+    ``receive`` waits. The consumer is healthy and ready meanwhile.
+
+    Example:
+        >>> class ExclusiveSubscription:
+        ...     standby = True
+        >>> isinstance(ExclusiveSubscription(), StandbyReporting)
+        True
+    """
+
+    @property
+    def standby(self) -> bool:
+        """Whether another subscription is active, so that this one receives nothing.
+
+        Example:
+            >>> def is_active(subscription: StandbyReporting) -> bool:
+            ...     return not subscription.standby
         """
         ...
 

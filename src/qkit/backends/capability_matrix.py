@@ -37,6 +37,7 @@ _ROWS: dict[str, tuple[Support, ...]] = {
     "ttl": (N, N, E, E, E, E, E, E),
     "topics": (N, N, N, N, N, E, X, N),
     "key_order": (E, E, E, E, N, E, X, X),
+    "key_lock": (N, N, E, E, N, E, X, X),
     "dead_letters": (N, N, E, E, E, E, E, E),
     "prefetch": (N, N, N, N, E, E, X, X),
     "depth": (N, N, N, N, E, N, N, X),

@@ -66,6 +66,7 @@ class ConsumerPool:
             broadcast=route.broadcast,
             ack_deadline=route.ack_deadline if renew_leases else NO_LEASE_EXPIRY,
             needs_delay=route.policy.mode == "release" and route.policy.max_attempts > 1,
+            ordered=route.ordered,
         )
         settlement = Settlement(self._wiring, route, spec, self._producer.dead_letter_writer(route))
         executor = Executor(self._wiring, route, handler, self.threads, settlement.record_retry)

@@ -67,7 +67,7 @@ class SocketSubscription:
     async def open(self, spec: SubscriptionSpec) -> None:
         """Open the subscription at the owner; raise the owner's error if it fails."""
         self.number, opened = self._connection.begin(
-            protocol.SUBSCRIBE, protocol.encode_record(spec, leave_out=("needs_delay",))
+            protocol.SUBSCRIBE, protocol.encode_record(spec, leave_out=("needs_delay", "ordered"))
         )
         try:
             await opened
