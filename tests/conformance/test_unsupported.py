@@ -55,4 +55,5 @@ def test_every_feature_that_a_caller_can_request_has_a_row() -> None:
     reported = {"durable", "position"}  # callers read these in Health and Sent
     reported |= {"queues"}  # without queues, every channel is a topic
     guaranteed = {"redelivery", "counts_crashes"}  # properties of every delivery
+    guaranteed |= {"key_lock"}  # without it, a service with ordered=True logs the limit and starts
     assert {row.feature for row in ROWS} == set(Capabilities().as_dict()) - reported - guaranteed
