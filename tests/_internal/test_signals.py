@@ -261,7 +261,7 @@ async def test_after_the_second_signal_a_blocked_loop_has_a_grace_period(
             go_on.set()
             assert done.wait(60)
     go_on.set()
-    assert seconds == [1.5]
+    assert set(seconds) == {1.5}  # the thread of an earlier test may also start to sleep now
     assert killed == ([] if in_time else [(os.getpid(), signal.SIGTERM)])
 
 
