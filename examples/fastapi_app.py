@@ -32,7 +32,7 @@ service = QueueService(Settings())
 
 @consume(orders, concurrency=8)
 async def book(order: Order, message: Message) -> None:
-    """Book one order; on SIGTERM, running calls are finished first."""
+    """Book one order; on SIGTERM, running calls finish before the service stops."""
     await asyncio.sleep(0.02)  # simulated work
     print(f"booked {message.id}", flush=True)
 

@@ -45,8 +45,8 @@ def column(rows: list[Row], index: int) -> set[str]:
     return set[str]().union(*(row[index] for row in rows))
 
 
-FIGURES = column(table("Figures"), 0)
-NAMES = table("Names of figures in each interface")
+FIGURES = column(table("Statistics and metrics"), 0)
+NAMES = table("Names in each interface")
 METRICS, COLUMNS, LABELS = (column(NAMES, index) for index in (1, 2, 3))
 FIELDS = FIGURES | column(table("Fields of JSON records"), 0)
 
@@ -220,7 +220,7 @@ def strings(source: str) -> set[str]:
 
 
 def labels() -> set[str]:
-    """Return the labels of all figures in tiles, columns, cells, facts and charts."""
+    """Return the labels of all values in tiles, columns, cells, facts and charts."""
     overview, queue = script("overview.js"), script("queue.js")
     found = set(re.findall(r'\{ name: "([^"]+)"', array(overview, "TILES")))
     found |= strings(array(overview, "COLUMNS")) - {"Queue"}

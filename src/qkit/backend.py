@@ -1,7 +1,7 @@
 """The boundary between qkit and the brokers: ``Backend``, ``Subscription`` and optional protocols.
 
-A backend moves envelopes. Handlers, retries and dead-letter policy are written once, above this
-boundary. The boundary is small so that a backend is easy to write and hard to get wrong.
+A backend moves envelopes. Handlers, retries and dead-letter policy are implemented once, above
+this boundary. The boundary is small so that a backend is easy to write and hard to get wrong.
 """
 
 from __future__ import annotations
@@ -805,7 +805,7 @@ class PublishGroups(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """Figures of a queue. A figure is ``None`` if the backend does not know it.
+    """Statistics of a queue. A value is ``None`` if the backend does not report it.
 
     Attributes:
         queue: Name of the queue.
@@ -869,13 +869,13 @@ class Admin(Protocol):
         ...
 
     async def stats(self, queue: str) -> QueueStats:
-        """Return the current figures of a queue.
+        """Return the current statistics of a queue.
 
         Args:
             queue: Name of the queue on the broker.
 
         Returns:
-            The figures.
+            The statistics.
 
         Raises:
             QueueNotFound: The queue does not exist.

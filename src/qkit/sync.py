@@ -96,7 +96,7 @@ class SyncQueueService(BlockingSends):
         loop = asyncio.get_running_loop()
         if self._closed or self._caller is not None:
             raise LifecycleError(
-                "this service was started before: pass qkit run a service that was not started",
+                "this service was already started: pass qkit run a service that was not started",
                 operation="run",
             )
         self._hosted = True
@@ -286,7 +286,7 @@ class SyncQueueService(BlockingSends):
             self.stop()
 
         def second(name: str) -> None:
-            logger.warning("%s again: cancelling running handlers", name)
+            logger.warning("second signal (%s): cancelling running handlers", name)
             self._service.force()
 
         with handle_signals(caller.loop, first, second):
@@ -491,17 +491,17 @@ class SyncQueueService(BlockingSends):
         return self._call(self._service.queues)
 
     def stats(self, name: Channel[T] | str) -> QueueStats:
-        """Return the figures of a queue, such as its depth.
+        """Return the statistics of a queue, such as its depth.
 
         Args:
             name: The queue, as a ``Channel`` or by name.
 
         Returns:
-            The figures that the broker reports, for all producers and consumers.
+            The statistics that the broker reports, for all producers and consumers.
 
         Raises:
             QueueNotFound: There is no such queue.
-            Unsupported: The backend does not report figures.
+            Unsupported: The backend does not report statistics.
             LifecycleError: The service is not running.
 
         Example:

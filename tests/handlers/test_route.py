@@ -201,10 +201,10 @@ def test_settings_that_the_backend_does_not_support_are_ignored():
     [
         ("broadcast", True, "a backend with topics"),
         ("ordered", True, "remove ordered=True"),
-        ("prefetch", 5, "leave prefetch out"),
-        ("max_priority", 5, "one channel per urgency"),
+        ("prefetch", 5, "omit prefetch"),
+        ("max_priority", 5, "one channel per priority"),
         ("ack_deadline", 5.0, "has no leases"),
-        ("ttl", 5.0, "leave ttl out"),
+        ("ttl", 5.0, "omit ttl"),
         ("dead_letter", True, "set dead_letter=False"),
     ],
 )

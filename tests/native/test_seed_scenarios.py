@@ -1,4 +1,4 @@
-"""The eight scenarios of the requirements (``000-scenarios-*``), and all figures of a queue.
+"""The eight scenarios of the requirements (``000-scenarios-*``), and all statistics of a queue.
 
 Each test runs with an engine in memory and with a durable one, in virtual time.
 """
@@ -278,7 +278,7 @@ async def test_a_full_queue_rejects_messages_until_one_is_acked(either: Engine) 
     "000-metrics-10",
 )
 async def test_stats_count_each_figure_separately(either: Engine, clock: VirtualClock) -> None:
-    """Check every figure of a queue; all counts differ."""
+    """Check every statistic of a queue; all counts differ."""
     await either.create("tasks", ack_deadline=600)
     for consumer in "abcde":
         await either.register("tasks", consumer, 20)

@@ -1,4 +1,4 @@
-"""Helpers for tests without a Spark session: services, and the rows of stages."""
+"""Helpers for tests without a Spark session: services, and the rows of staging files."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.support.proxy import Proxy
 
 
 class TestOutages:
-    """Outages of Redis, which is read through stages, and of Kafka, which is read by offsets."""
+    """Outages of Redis, read through staging files, and of Kafka, read by offsets."""
 
     @pytest.fixture
     def outage(

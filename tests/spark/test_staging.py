@@ -1,4 +1,4 @@
-"""Streams that read a broker without a log through stages."""
+"""Streams that read a broker without a log through staging files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestStage:
             assert values(rows(again.ranges(start, end))) == list(range(5))
             again.close()
             restarted = StagingArea(plan)
-            assert restarted.initial() == start, "a new stream starts before the leftover stages"
+            assert restarted.initial() == start, "a new stream starts before the leftover files"
             after = restarted.latest(end, None)
             assert values(rows(restarted.ranges(end, after))) == [5]
             with pytest.raises(StorageError, match="is missing"):

@@ -39,7 +39,7 @@ class QueueAdmin:
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     async def stats(self, name: str) -> QueueStats:
-        """Return the figures of a queue."""
+        """Return the statistics of a queue."""
         stats = await self._admin("stats", name, "depth").stats(self._queue(name))
         return replace(stats, queue=name)
 

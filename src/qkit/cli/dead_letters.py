@@ -59,7 +59,8 @@ OfError = Annotated[
     typer.Option("--error", "-e", help="Only this error type, or errors that contain this text."),
 ]
 Older = Annotated[
-    str | None, typer.Option(metavar="AGE", help="Only failures older than this: 90s, 10m, 2h, 7d.")
+    str | None,
+    typer.Option(metavar="AGE", help="Only failures older than this, such as 90s, 10m, 2h or 7d."),
 ]
 Newer = Annotated[str | None, typer.Option(metavar="AGE", help="Only failures newer than this.")]
 Limit = Annotated[

@@ -73,7 +73,8 @@ def send(
         typer.Option("--lines", help="Send each line of a file as a message; - is stdin."),
     ] = None,
     priority: Annotated[
-        int | None, typer.Option(help="Priority; a higher number is delivered first.")
+        int | None,
+        typer.Option(help="Priority; messages with a higher number are delivered first."),
     ] = None,
     delay: Annotated[
         float | None, typer.Option(help="Seconds until the message may be delivered.")
@@ -250,7 +251,9 @@ def _parsed(text: str, where: str) -> object:
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON ({error}); quote text: '\"hello\"'") from None
+        raise ConfigError(
+            f"{where} is not JSON ({error}); a string needs quotes: '\"hello\"'"
+        ) from None
     return value
 
 
@@ -309,7 +312,8 @@ def consume(
     """Print messages as they arrive, until Ctrl-C.
 
     Without [bold]--ack[/], messages stay in flight and are released at the end,
-    without counting an attempt. The command then stops after 1,000 messages.
+    without counting an attempt. By default, the command then stops after 1,000
+    messages.
     """
     show: Callable[[Envelope], None] = _show_json if as_json else _show
     seen = run(_consume(queue, ack, limit, timeout, group, broadcast, config, show))

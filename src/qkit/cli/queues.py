@@ -33,7 +33,7 @@ from qkit.service import QueueService
 __all__ = ["list_queues", "purge", "stats"]
 
 Figures = dict[str, tuple[QueueStats, int]]
-"""Figures and number of dead letters, by queue."""
+"""Statistics and number of dead letters, by queue."""
 
 # A leading ``>`` aligns a column to the right.
 QUEUE_COLUMNS = ("queue", ">depth", ">in flight", ">scheduled", ">oldest", ">dead letters")
@@ -132,7 +132,7 @@ def purge(
 
 
 async def figures(running: QueueService, names: list[str] | None = None) -> Figures:
-    """Return the figures of the named queues; by default, of all but dead-letter queues."""
+    """Return the statistics of the named queues; by default, of all but dead-letter queues."""
     dead_letter_name = running.settings.dead_letter_name
     if not names:
         known = set(await running.queues())
@@ -152,7 +152,7 @@ def _record(stats: QueueStats, dead_letters: int) -> dict[str, object]:
 
 
 def _cells(stats: QueueStats, dead_letters: int) -> dict[str, str | Text]:
-    """Return the figures of a queue by column."""
+    """Return the statistics of a queue by column."""
     return {
         "queue": Text(stats.queue, style="bold"),
         "depth": number(stats.depth),
@@ -173,7 +173,7 @@ def _queue_table(found: Figures) -> RenderableType:
 def _stats_table(
     found: Figures, rates: dict[str, dict[str, str | Text]] | None = None
 ) -> RenderableType:
-    """Return the table of all figures, with rates if they are given.
+    """Return the table of all statistics, with rates if they are given.
 
     A narrow terminal has no space for both totals and rates, so the totals are omitted.
     """

@@ -76,7 +76,7 @@ class Supervisor:
         self._stop_all()
 
     def _on_second_signal(self, name: str) -> None:
-        logger.warning("%s again: cancelling running handlers", name)
+        logger.warning("second signal (%s): cancelling running handlers", name)
         self._signal(signal.SIGTERM)  # also the second signal for each worker
 
     def _stop_all(self) -> None:

@@ -85,7 +85,7 @@ def run(
         typer.Argument(metavar="MODULE:SERVICE", help="Service, or a function that returns one."),
     ],
     workers: Annotated[
-        int, typer.Option("--workers", "-w", min=1, max=256, help="Number of processes.")
+        int, typer.Option("--workers", "-w", min=1, max=256, help="Number of worker processes.")
     ] = 1,
     port: Port = None,
     host: Host = "127.0.0.1",
@@ -101,7 +101,7 @@ def run(
 
     A second signal cancels running handlers.
 
-    Each of several workers is a process, and a crashed worker is restarted.
+    With several workers, each is a separate process, and a crashed worker is restarted.
     Worker [bold]n[/], counted from 0, serves on [bold]--port[/] + [bold]n[/].
 
     [dim]qkit run shop.worker:service --workers 4 --port 8710 --log-json[/]

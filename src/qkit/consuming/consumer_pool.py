@@ -137,7 +137,7 @@ class ConsumerPool:
         forced.cancel()
         abandoned = sum(consumer.abandon() for consumer in self._tasks)
         if abandoned:
-            logger.warning("cancelled %d handlers that did not finish in time", abandoned)
+            logger.warning("cancelled %d handlers that were still running", abandoned)
         return abandoned
 
     async def stop(self, settle_timeout: float) -> None:

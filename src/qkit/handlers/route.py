@@ -29,10 +29,10 @@ MAX_ROUTES = 20_000  # bounds the memory of a service whose channel names come f
 _REQUIRED_CAPABILITY = {
     "broadcast": ("topics", "use a queue, or a backend with topics"),
     "ordered": ("key_order", "remove ordered=True, or use a backend that keeps order per key"),
-    "prefetch": ("prefetch", "leave prefetch out"),
-    "max_priority": ("priority", "leave max_priority out, and send to one channel per urgency"),
-    "ack_deadline": ("lease", "leave ack_deadline out: this broker has no leases"),
-    "ttl": ("ttl", "leave ttl out"),
+    "prefetch": ("prefetch", "omit prefetch"),
+    "max_priority": ("priority", "omit max_priority, and use one channel per priority"),
+    "ack_deadline": ("lease", "omit ack_deadline: this broker has no leases"),
+    "ttl": ("ttl", "omit ttl"),
     "dead_letter": ("dead_letters", "set dead_letter=False"),
 }
 
@@ -217,7 +217,7 @@ class RouteTable:
         balance = options.get("balance")
         if balance not in (None, "round_robin") and balance not in self._balances:
             raise self._unsupported(
-                name, f"balance={balance!r}", "leave balance out for round-robin delivery"
+                name, f"balance={balance!r}", "omit balance for round-robin delivery"
             )
         ordered = options.get("ordered", False)
         own = self._own_dead_letter_spec(name)

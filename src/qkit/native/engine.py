@@ -553,13 +553,13 @@ class Engine:
 
     @callable_from_any_thread
     async def stats(self, name: str) -> QueueStats:
-        """Return the current figures of a queue or topic.
+        """Return the current statistics of a queue or topic.
 
         Args:
             name: Name of the queue or topic.
 
         Returns:
-            The figures. Those of a topic cover all its groups.
+            The statistics. Those of a topic cover all its groups.
 
         Raises:
             QueueNotFound: There is no such queue or topic.
@@ -879,7 +879,7 @@ class Engine:
             QueueFull: The queue is still full after ``wait`` seconds.
             InvalidPriority: ``priority`` is outside the queue's range.
             InvalidBody: ``body`` is not bytes.
-            ValueError: ``delay`` is not shorter than ``ttl``, or one of them is out of range.
+            ValueError: ``delay`` is not less than ``ttl``, or one of them is out of range.
             StorageError: The message could not be written to disk.
 
         Example:
@@ -1282,6 +1282,7 @@ def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | 
         raise ValueError(f"ttl must be greater than 0 seconds, got {ttl!r}")
     if delay is not None and ttl is not None and delay >= ttl:
         raise ValueError(
-            f"delay={delay!r} must be shorter than ttl={ttl!r}: the message could only expire"
+            f"delay={delay!r} must be less than ttl={ttl!r}: the message would expire before its "
+            "delivery"
         )
     return (now + delay if delay else None), (now + ttl if ttl is not None else None)

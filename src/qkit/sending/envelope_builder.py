@@ -145,7 +145,7 @@ def _priority(route: Route, priority: int) -> int:
     if route.max_priority is None:
         raise Unsupported(
             f"{route.name!r}: this backend does not support priorities; use one channel per "
-            "urgency",
+            "priority",
             operation="send",
             queue=route.name,
         )
@@ -168,7 +168,7 @@ def _schedule(
 ) -> None:
     if ttl is not None and not route.can_expire:
         raise Unsupported(
-            f"{route.name!r}: this backend does not support TTLs; leave ttl out",
+            f"{route.name!r}: this backend does not support TTLs; omit ttl",
             operation="send",
             queue=route.name,
         )

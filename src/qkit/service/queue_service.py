@@ -350,7 +350,7 @@ class QueueService:
             self.stop()
 
         def second(name: str) -> None:
-            logger.warning("%s again: cancelling running handlers", name)
+            logger.warning("second signal (%s): cancelling running handlers", name)
             self.force()
 
         # Install the signal handlers first: message handlers may run before ``start`` returns, and
@@ -786,17 +786,17 @@ class QueueService:
         return await self._administer("queues").queues()
 
     async def stats(self, name: Channel[T] | str) -> QueueStats:
-        """Return the figures of a queue, such as its depth.
+        """Return the statistics of a queue, such as its depth.
 
         Args:
             name: The queue, as a ``Channel`` or by name.
 
         Returns:
-            The figures that the broker reports, for all producers and consumers.
+            The statistics that the broker reports, for all producers and consumers.
 
         Raises:
             QueueNotFound: There is no such queue.
-            Unsupported: The backend does not report figures.
+            Unsupported: The backend does not report statistics.
             LifecycleError: The service is not running.
 
         Example:

@@ -65,9 +65,9 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def count(text: str) -> int:
-    """Parse a command-line argument that must be a whole number of at least 1."""
+    """Parse a command-line argument that must be an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
 
 

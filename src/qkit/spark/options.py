@@ -204,7 +204,7 @@ def _count(own: Mapping[str, str], name: str) -> int | None:
     if value is None:
         return None
     if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"option {name!r} is {value!r}: expected a whole number, 1 or more")
+        raise ConfigError(f"option {name!r} is {value!r}: expected an integer of at least 1")
     return int(value)
 
 

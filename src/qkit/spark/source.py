@@ -95,8 +95,8 @@ class QkitDataSource(DataSource):
             schema: The columns that Spark expects, from the user's ``.schema(…)`` or ``schema()``.
 
         Returns:
-            A reader that follows the log of the channel, or consumes into stages where the
-            backend keeps no log.
+            A reader that follows the log of the channel, or consumes into staging files if
+            the backend keeps no log.
 
         Raises:
             ConfigError: An option is invalid, or ``schema`` differs from the columns of the format.

@@ -1,4 +1,4 @@
-"""Consumer that fills stages, with one subscription that stays open between batches."""
+"""Consumer that fills staging files, with one subscription that stays open between batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["PREFETCH", "StageConsumer"]
 
 PREFETCH: Final = 1_000
 IDLE_TIMEOUT_SECONDS: Final = 0.2  # idle time after which the queue counts as empty
-FILL_TIMEOUT_SECONDS: Final = 2.0  # to fill one stage, while leases run and Spark waits
+FILL_TIMEOUT_SECONDS: Final = 2.0  # to fill one file, while leases run and Spark waits
 FIRST_FILL_TIMEOUT_SECONDS: Final = 5.0  # to receive the first message: joining a group takes time
 CLOSE_TIMEOUT_SECONDS: Final = 5.0  # to close a broken connection
 UNKNOWN_DEPTH: Final = 1 << 60  # for backends that do not report a depth

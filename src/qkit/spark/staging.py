@@ -1,10 +1,10 @@
 """Stream source for a broker without a log: stages messages in files before it acks them.
 
-    stage/00000012.arrow      a stage, named by its number; ends in .tmp until it is complete
+    stage/00000012.arrow      a staging file, named by its number; ends in .tmp until it is complete
 
-Messages are received, written to a stage, synced, and only then acknowledged. Spark's offsets are
-stage numbers. A crash at any point loses nothing: an acknowledged message is in a stage,
-and a stage is removed only when Spark no longer needs it.
+Messages are received, written to a staging file, synced, and only then acknowledged. Spark's
+offsets are the numbers of these files. A crash at any point loses nothing: an acknowledged message
+is in a staging file, and the file is removed only when Spark no longer needs it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _TOKEN_KEY: Final = "qkit-stage"
 
 
 class StageFile(NamedTuple):
-    """Path of a stage, and the random token by which a task recognizes the file."""
+    """Path of a staging file, and the random token by which a task recognizes it."""
 
     path: str
     token: str | None
 
 
 class StagingArea:
-    """Source that consumes messages into stages; it runs on the driver for the whole stream."""
+    """Source that consumes messages into staging files; runs on the driver for the whole stream."""
 
     def __init__(self, plan: Plan) -> None:
         if plan.stage is None:
@@ -59,7 +59,7 @@ class StagingArea:
         self._lock: int | None = None
 
     def initial(self) -> dict[str, Any]:
-        """Return the offset before the oldest stage left by an earlier stream, or 0."""
+        """Return the offset before the oldest staging file of an earlier stream, or 0."""
         self._lock_directory()
         staged = self._staged()
         return {"stage": staged[0] - 1 if staged else 0}
@@ -70,9 +70,9 @@ class StagingArea:
         self._budget = self._get_consumer().depth()
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-        """Return the end of the next batch: existing stages, or else newly filled ones.
+        """Return the end of the next batch: existing staging files, or else new ones.
 
-        Stages from before a crash come first, because their messages may be acknowledged and
+        Files from before a crash come first, because their messages may be acknowledged and
         exist nowhere else.
         """
         self._lock_directory()
@@ -84,7 +84,7 @@ class StagingArea:
         return {"stage": self._fill(done, limit or DEFAULT_MAX_ROWS)}
 
     def _fill(self, number: int, wanted: int) -> int:
-        """Stage up to ``wanted`` messages and return the number of the last stage."""
+        """Stage up to ``wanted`` messages and return the number of the last file."""
         if self._budget is not None:
             wanted = min(wanted, self._budget)
         while wanted > 0:
@@ -98,7 +98,7 @@ class StagingArea:
         return number
 
     def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[list[StageFile]]:
-        """Return the stages between two offsets, grouped for tasks."""
+        """Return the staging files between two offsets, grouped for tasks."""
         files = [
             self._file(number) for number in range(int(start["stage"]) + 1, int(end["stage"]) + 1)
         ]
@@ -106,7 +106,7 @@ class StagingArea:
         if missing:
             raise StorageError(
                 f"{missing[0]} is missing from {self._directory}: the checkpoint belongs to "
-                "another stage directory, or files were deleted",
+                "another staging directory, or files were deleted",
                 operation="read",
                 queue=self._plan.channel,
             )
@@ -114,7 +114,7 @@ class StagingArea:
         return [stages[at : at + STAGES_PER_TASK] for at in range(0, len(stages), STAGES_PER_TASK)]
 
     def commit(self, end: Mapping[str, Any]) -> None:
-        """Remove the stages up to ``end``."""
+        """Remove the staging files up to ``end``."""
         self._remove(int(end["stage"]))
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class StagingArea:
                 if time.monotonic() >= deadline:
                     os.close(fd)
                     raise ConfigError(
-                        f"another stream uses the stage directory {self._directory}: use a "
+                        f"another stream uses the staging directory {self._directory}: use a "
                         "separate directory for each stream"
                     ) from None
                 time.sleep(0.05)
@@ -163,7 +163,7 @@ class StagingArea:
                 self._file(number).unlink()
 
     def _write(self, number: int, envelopes: Sequence[Envelope]) -> None:
-        """Write a stage and sync it to disk."""
+        """Write a staging file and sync it to disk."""
         file = self._file(number)
         temporary = file.with_suffix(".arrow.tmp")
         batches = list(rows.batches(envelopes, self._plan))
@@ -185,7 +185,7 @@ class StagingArea:
 
 
 def read(files: Sequence[StageFile]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of the given stages; runs in a task.
+    """Yield the rows of the given staging files; runs in a task.
 
     Raises:
         StorageError: A file is missing, or is not the file that the driver wrote.
@@ -193,7 +193,7 @@ def read(files: Sequence[StageFile]) -> Iterator[pa.RecordBatch]:
     for file, token in files:
         if not Path(file).exists() or _token_of(Path(file)) != token:
             raise StorageError(
-                f"{file} on {gethostname()} is not the file that the driver wrote: the stage "
+                f"{file} on {gethostname()} is not the file that the driver wrote: the staging "
                 "directory must be on a file system that all executors share, under the same path",
                 operation="read",
             )
@@ -203,7 +203,7 @@ def read(files: Sequence[StageFile]) -> Iterator[pa.RecordBatch]:
 
 
 def _token_of(file: Path) -> str | None:
-    """Return the random token of a stage; ``None`` if an older version wrote it."""
+    """Return the random token of a staging file; ``None`` if an older version wrote it."""
     with pa.OSFile(str(file)) as raw, pa.ipc.open_file(raw) as reader:
         token = (reader.schema.metadata or {}).get(_TOKEN_KEY.encode())
     return None if token is None else token.decode()

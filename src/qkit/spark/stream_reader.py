@@ -1,4 +1,4 @@
-"""Reader for ``spark.readStream``: by log positions if the backend has a log, else by stages."""
+"""Reader for ``spark.readStream``: by log position, or by staging files if there is no log."""
 
 from __future__ import annotations
 

@@ -43,9 +43,7 @@ def check(token: str | None, hosts: Collection[str]) -> None:
     """Raise ``ConfigError`` for a token or a host name that no request can match."""
     if token is not None:
         if not token.strip():
-            raise ConfigError(
-                "the token is empty: set a token, or leave it out to reject all changes"
-            )
+            raise ConfigError("the token is empty: set a token, or omit it to reject all changes")
         if not (token.isascii() and token.strip().isprintable()):
             raise ConfigError(
                 "the token has characters that an HTTP header cannot contain: use printable ASCII"

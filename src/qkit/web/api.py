@@ -150,11 +150,11 @@ class Api:
             ),
             Endpoint(
                 method="GET", path="/api/queues", handle=self.queues, returns=list[QueueView],
-                summary="List queues with their figures.",
+                summary="List queues with their statistics.",
             ),
             Endpoint(
                 method="GET", path=queue, handle=self.queue, returns=QueueView,
-                summary="Return the figures of a queue.",
+                summary="Return the statistics of a queue.",
             ),
             Endpoint(
                 method="GET", path=f"{queue}/messages", handle=self.peek, returns=MessageList,

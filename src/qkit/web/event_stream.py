@@ -1,4 +1,4 @@
-"""Server-sent events with live figures, for open dashboards.
+"""Server-sent events with live statistics, for open dashboards.
 
 A stream sends one ``history`` event, then an ``overview`` event every second. It ends when the
 service begins to stop, because a server waits for open responses before it shuts down. The browser

@@ -1,4 +1,4 @@
-"""``/metrics``: counters of the service and figures of its queues in the Prometheus text format.
+"""``/metrics``: counters of the service and statistics of its queues, for Prometheus.
 
 Values are read during a scrape; nothing runs between scrapes.
 """
@@ -85,7 +85,7 @@ class _Figures(Collector):
                 settled.add_metric(labels, consumer.last_settle_at)
         yield polled
         yield settled
-        omitted = "Queues whose figures are omitted because there are too many."
+        omitted = "Queues whose statistics are omitted because there are too many."
         yield _gauge("queues_omitted", omitted, self._overview.queues_omitted)
 
 

@@ -1,4 +1,4 @@
-"""Samples of the figures of all queues, taken on request and shared by all requests.
+"""Samples of the statistics of all queues, taken on request and shared by all requests.
 
 No task runs in the background, so an idle app costs nothing. The samples of the last five minutes
 are kept as the history.
@@ -154,10 +154,10 @@ class Sampler:
         return views, omitted, list_error
 
     async def _query_stats(self, *rounds: list[str]) -> dict[str, QueueStats | str]:
-        """Return the figures of each queue, or the reason why there are none.
+        """Return the statistics of each queue, or the reason why there are none.
 
         The rounds run in sequence, so that many queues in a later round do not delay the first.
-        Queues that time out keep their previous figures.
+        Queues that time out keep their previous statistics.
         """
         answers: dict[str, QueueStats | str] = {}
         limit = asyncio.Semaphore(MAX_CONCURRENT_QUERIES)
@@ -167,7 +167,7 @@ class Sampler:
                 try:
                     answers[name] = await self._service.stats(name)
                 except (QueueNotFound, Unsupported):
-                    pass  # not declared yet or just deleted; or the backend has no figures
+                    pass  # not declared yet or just deleted; or the backend has no statistics
                 except QueueError as error:
                     answers[name] = _error_summary(error)
 
@@ -194,7 +194,7 @@ class Sampler:
         consumers: list[ConsumerHealth],
         broadcast: bool,
     ) -> QueueView:
-        """Build the view of one queue, with this service's figures where the broker has none."""
+        """Build the view of one queue, with this service's counters where the broker has none."""
         stats = answer if isinstance(answer, QueueStats) else None
         by_service = stats is None or stats.published_total is None or stats.acked_total is None
         published = _known(stats.published_total if stats else None, metrics.messages_sent)
@@ -289,7 +289,7 @@ def _totals(queues: list[QueueView], *, known: bool) -> Totals:
 
 
 def _sum(figures: list[Figure | None], empty: Figure | None) -> Figure | None:
-    """Return the sum of the known figures, or ``empty`` if none is known."""
+    """Return the sum of the known values, or ``empty`` if none is known."""
     total = empty
     for figure in figures:
         if figure is not None:

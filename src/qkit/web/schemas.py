@@ -29,13 +29,13 @@ QueueState = Literal["none", "starting", "consuming", "paused", "reconnecting", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueView:
-    """Figures and state of one queue; a figure is ``None`` if it is unknown.
+    """Statistics and state of one queue; a value is ``None`` if it is unknown.
 
     ``state`` is the worst state of this service's consumers, or ``none`` if it has no consumer.
     ``published_per_second`` and ``acked_per_second`` are rates since the previous sample. If
     ``counted_by_service`` is true, the broker does not count messages: the rates,
     ``published_total`` and ``acked_total`` then cover this service only. ``messages_retried`` and
-    ``messages_failed`` always do. ``error`` is the reason why figures are missing.
+    ``messages_failed`` always do. ``error`` is the reason why statistics are missing.
     """
 
     name: str
@@ -60,7 +60,7 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums over the listed queues; ``None`` if the figure is unknown for all of them."""
+    """Sums over the listed queues; ``None`` if the value is unknown for all of them."""
 
     depth: int | None
     in_flight: int | None

@@ -401,7 +401,7 @@ def test_drop_oldest_never_drops_a_message_in_flight() -> None:
     assert queue.holds(held.state)
 
 
-# Administration and figures
+# Administration and statistics
 
 
 def test_purge_keeps_messages_in_flight() -> None:

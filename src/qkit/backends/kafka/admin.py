@@ -81,7 +81,7 @@ class KafkaAdmin:
     # Statistics
 
     async def stats(self, queue: str) -> QueueStats:
-        """Return the figures of a channel, summed over its groups.
+        """Return the statistics of a channel, summed over its groups.
 
         The depth is the lag of the groups, without messages in the retry topic. Those count as
         scheduled. Messages in flight are unknown if another process consumes; the depth then

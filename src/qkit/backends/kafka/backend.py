@@ -426,7 +426,7 @@ class KafkaBackend:
         return sorted(name for name in await self._cluster.topics() if self._names.is_channel(name))
 
     async def stats(self, queue: str) -> QueueStats:
-        """Return the current figures of a queue; those of a topic are summed over its groups."""
+        """Return the statistics of a queue; those of a topic are summed over its groups."""
         return await self._admin.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:

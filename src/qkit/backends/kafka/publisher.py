@@ -27,7 +27,7 @@ from qkit.errors import BackendUnavailable, QueueError, SendTimeout
 __all__ = ["OutgoingRecord", "Publisher", "RecordMetadata"]
 
 BATCH_BYTES: Final = 512 << 10
-STICKY_BYTES: Final = 16 << 10  # records without a key change partition after this
+STICKY_BYTES: Final = 16 << 10  # then records without a key go to another partition
 CHECK_INTERVAL_SECONDS: Final = 0.25
 SLOW_SEND_SECONDS: Final = 0.5  # after this time, check whether the topic still exists
 FLUSH_TIMEOUT_SECONDS: Final = 1.0  # for the other batches of a producer that is replaced

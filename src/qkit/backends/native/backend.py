@@ -183,7 +183,7 @@ class NativeBackend:
         return await self._engine.list()
 
     async def stats(self, queue: str) -> QueueStats:
-        """Return the queue's figures; for a topic, the sums over its groups."""
+        """Return the queue's statistics; for a topic, the sums over its groups."""
         return await self._engine.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:

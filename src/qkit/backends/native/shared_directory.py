@@ -178,7 +178,7 @@ class SharedDirectoryBackend:
         return await (await self._current_backend("queues")).queues()
 
     async def stats(self, queue: str) -> QueueStats:
-        """Return the queue's figures; for a topic, the sums over its groups."""
+        """Return the queue's statistics; for a topic, the sums over its groups."""
         return await (await self._current_backend("stats", queue)).stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:

@@ -171,8 +171,8 @@ class RabbitMQBackend(RabbitMQAdmin):
             )
         if spec.replicas > self._topology.replicas:
             raise ConfigError(
-                f"the queue needs {spec.replicas} copies, but this backend stores "
-                f"{self._topology.replicas}: increase replicas in the settings",
+                f"the queue needs replicas={spec.replicas}, but this backend has "
+                f"replicas={self._topology.replicas}: increase replicas in the settings",
                 backend=self.name,
                 operation="declare",
                 queue=spec.name,

@@ -192,7 +192,7 @@ class RabbitSubscription:
         self._spawn(self._suspend(unclaimed))
 
     async def _suspend(self, unclaimed: list[ReceivedMessage]) -> None:
-        """End the consumer; return these messages and all that arrive meanwhile to the queue."""
+        """Cancel the consumer; return ``unclaimed`` and later arrivals to the queue."""
         await self._end_consumer(unclaimed)
         if self._arrivals.receivers:
             await self._resume()
@@ -328,7 +328,7 @@ class RabbitSubscription:
         await self._end_consumer([])
 
     async def _end_consumer(self, returned: list[ReceivedMessage]) -> None:
-        """End the consumer on the broker; return these and all buffered messages to the queue."""
+        """Cancel the consumer; return ``returned`` and all buffered messages to the queue."""
         async with self._consumer_lock:
             # Shielded, because the driver would close the channel if the call were cancelled.
             await run_to_completion(self._cancel_consumer())

@@ -239,8 +239,9 @@ class Topology:
         levels, wanted = there.get("x-max-priority", 0), spec.max_priority or 0
         if wanted > levels:
             raise ConfigError(
-                f"max_priority={wanted}: the queue {name!r} was created with {levels} priorities, "
-                "which RabbitMQ cannot change; delete the queue, so that qkit creates it again",
+                f"max_priority={wanted}: the queue {name!r} was created with a maximum priority of "
+                f"{levels}, which RabbitMQ cannot change; delete the queue, so that qkit creates "
+                "it again",
                 backend=BACKEND,
                 operation="declare",
                 queue=name,
@@ -248,8 +249,9 @@ class Topology:
         copies = there.get("x-quorum-initial-group-size")
         if self.quorum and isinstance(copies, int) and copies < self.replicas:
             raise ConfigError(
-                f"replicas={self.replicas}: the queue {name!r} was created with {copies} copies, "
-                "which RabbitMQ cannot change; decrease replicas, or delete the queue",
+                f"replicas={self.replicas}: the queue {name!r} was created with "
+                f"x-quorum-initial-group-size={copies}, which RabbitMQ cannot change; decrease "
+                "replicas, or delete the queue",
                 backend=BACKEND,
                 operation="declare",
                 queue=name,
@@ -300,8 +302,8 @@ class Topology:
             return arguments
         if spec.max_priority:
             raise ConfigError(
-                f"max_priority={spec.max_priority}: qkit supports no priorities on quorum queues; "
-                "omit max_priority, or set replicas=1",
+                f"max_priority={spec.max_priority}: qkit does not support priorities on quorum "
+                "queues; omit max_priority, or set replicas=1",
                 backend=BACKEND,
                 operation="declare",
                 queue=spec.name,

@@ -136,7 +136,7 @@ class PipelinedConnection(asyncio.Protocol):
 
     def _handle_reply(self, reply: Reply) -> None:
         if not self._pending:
-            raise exceptions.InvalidResponse("the server sent a reply to no command")
+            raise exceptions.InvalidResponse("the server sent a reply without a pending command")
         call = self._pending[0]
         if call.count is not None:
             call.replies.append(reply)

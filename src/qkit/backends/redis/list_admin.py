@@ -1,4 +1,4 @@
-"""Administration of Redis lists: list queues, read figures, peek, purge, remove and delete."""
+"""Administration of Redis lists: list queues, read statistics, peek, purge, remove and delete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ListAdmin:
             )
 
     async def stats(self, queue: str) -> QueueStats:
-        """Return the queue's figures; for a topic, the sums over its groups."""
+        """Return the queue's statistics; for a topic, the sums over its groups."""
         ready, held, scheduled = await self._run(admin.STATS, queue, "stats")
         return QueueStats(
             queue=queue,

@@ -200,7 +200,7 @@ class RedisListBackend:
         return await self._admin.queues()
 
     async def stats(self, queue: str) -> QueueStats:
-        """Return the queue's figures; for a topic, the sums over its groups."""
+        """Return the queue's statistics; for a topic, the sums over its groups."""
         return await self._admin.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:

@@ -109,7 +109,7 @@ class RedisPubSubBackend:
         return sorted(self._topics.union(await self._lists.queues()))
 
     async def stats(self, queue: str) -> QueueStats:
-        """Return a queue's figures."""
+        """Return a queue's statistics."""
         return await self._lists.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:

@@ -90,7 +90,7 @@ class Consumers:
         return self._busy(consumer) < self.prefetch(consumer, "consume")
 
     def listed(self, group: str | None) -> list[Consumer]:
-        """Return all registered consumers with their figures."""
+        """Return all registered consumers with their prefetch and messages in flight."""
         return [
             Consumer(consumer=name, prefetch=limit, in_flight=self._busy(name), group=group)
             for name, limit in self._prefetch.items()

@@ -491,7 +491,7 @@ class Queue:
         ]
 
     def stats(self) -> QueueStats:
-        """Return the current figures of the queue."""
+        """Return the current statistics of the queue."""
         state, now = self.state, self._clock.monotonic()
         self._route_dead_and_wake(state.advance(now))
         since = state.oldest_since()

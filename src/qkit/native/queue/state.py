@@ -127,7 +127,7 @@ class QueueState:
         self._max_deliveries = max_deliveries
         self._drop_oldest = drop_oldest
 
-    # Figures
+    # Statistics
 
     @property
     def ready(self) -> int:

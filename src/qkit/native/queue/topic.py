@@ -144,7 +144,7 @@ class Topic:
             actor.close(reason)
 
     def stats(self) -> QueueStats:
-        """Return the figures of all groups: sums, the average wait and the highest age."""
+        """Return the statistics of all groups: sums, the average wait and the highest age."""
         figures = [actor.stats() for actor in self.groups.values()]
         if not figures:
             return QueueStats(queue=self.name, depth=0, in_flight=0, scheduled=0, consumers=0)

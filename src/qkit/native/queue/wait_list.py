@@ -40,7 +40,7 @@ class WaitList:
             The waiter's place in the list.
         """
         if place:
-            # Places differ, so the futures are never compared.
+            # Places are unique, so the futures are never compared.
             insort(self.waiters, (place, waiter, name))
         else:
             self._last = place = self._last + 1

@@ -1,4 +1,4 @@
-// Entry point: routing, live figures, and the header and footer of every page.
+// Entry point: routing, live statistics, and the header and footer of every page.
 
 import { askForToken, forgetToken, hasToken, onToken, stream } from "./api.js";
 import { SEVERITY, h, icon, pill } from "./elements.js";
@@ -39,7 +39,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   main.focus();
 });
 
-// -- live figures -----------------------------------------------------------------------------
+// -- live statistics --------------------------------------------------------------------------
 
 function listen() {
   const source = stream();
@@ -87,7 +87,7 @@ function serviceState(stale) {
 }
 
 function currentWarning(stale) {
-  if (stale) return { severity: "bad", title: "The service does not respond.", text: "It has stopped, or its event loop is blocked. This page shows the last known figures and keeps trying to reconnect." };
+  if (stale) return { severity: "bad", title: "The service does not respond.", text: "It has stopped, or its event loop is blocked. This page shows the last known statistics and keeps trying to reconnect." };
   if (!overview) return null;
   if (overview.stopping) return { severity: "warn", title: "The service is shutting down.", text: "Running handlers finish; no new handlers start." };
   const { connection_state: connection, last_error: error } = overview.health;
@@ -129,6 +129,6 @@ themeButton.addEventListener("click", () => {
 });
 
 applyTheme();
-listen(); // first, so that live figures arrive even if opening the page fails
+listen(); // first, so that live statistics arrive even if opening the page fails
 open();
 drawFrame();

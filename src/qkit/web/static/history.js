@@ -2,7 +2,7 @@
 
 const HISTORY_SECONDS = 300;
 
-/** Append the figures of an overview to the history. */
+/** Append the statistics of an overview to the history. */
 export function addPoints(history, overview) {
   for (const name of [...history.keys()]) {
     if (!overview.queues.some((queue) => queue.name === name)) history.delete(name);

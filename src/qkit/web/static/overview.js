@@ -101,7 +101,7 @@ function queueRow(name) {
     element,
     update(queue, points, now) {
       const severity = queue.error ? "bad" : SEVERITY[queue.state];
-      const label = queue.error ? "no figures" : queue.state === "none" ? (queue.broadcast ? "topic" : "not consumed here") : queue.state;
+      const label = queue.error ? "no statistics" : queue.state === "none" ? (queue.broadcast ? "topic" : "not consumed here") : queue.state;
       if (shown !== label + severity) { state.replaceChildren(pill(label, severity)); shown = label + severity; }
       state.title = queue.error ?? "";
       setText(cells.depth, count(queue.depth));

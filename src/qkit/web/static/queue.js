@@ -1,4 +1,4 @@
-// The page of a queue: figures, pause and resume, next messages, dead letters.
+// The page of a queue: statistics, pause and resume, next messages, dead letters.
 
 import { change, get, queuePath } from "./api.js";
 import { chart } from "./charts.js";
@@ -91,7 +91,7 @@ export function queuePage(name, tab) {
 }
 
 /**
- * Create the list of the next messages. It reloads when the figures change, unless a message is open.
+ * Create the list of the next messages. It reloads when the statistics change, unless a message is open.
  * If the backend emulates peek (by receiving and releasing messages), it reloads only on request.
  */
 function messageList(name) {

@@ -187,7 +187,7 @@ class SocketBackend:
         return list(await self._administer("queues"))
 
     async def stats(self, queue: str) -> QueueStats:
-        """Return the queue's figures; for a topic, the sums over its groups."""
+        """Return the queue's statistics; for a topic, the sums over its groups."""
         return QueueStats(**await self._administer("stats", queue))
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
