@@ -555,8 +555,8 @@ async def test_another_thread_can_end_a_hosted_service(end: str) -> None:
 async def test_a_service_that_was_started_cannot_be_hosted() -> None:
     service = make()
     await asyncio.to_thread(service.start)
-    with pytest.raises(LifecycleError, match="started before"), service.hosted():
+    with pytest.raises(LifecycleError, match="already started"), service.hosted():
         pytest.fail("the service was hosted")
     await asyncio.to_thread(service.shutdown)
-    with pytest.raises(LifecycleError, match="started before"), service.hosted():
+    with pytest.raises(LifecycleError, match="already started"), service.hosted():
         pytest.fail("the service was hosted")

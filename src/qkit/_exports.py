@@ -16,6 +16,7 @@ from qkit.backend import DroppedLetterSource as DroppedLetterSource
 from qkit.backend import ExtendMany as ExtendMany
 from qkit.backend import LossReporting as LossReporting
 from qkit.backend import PublishGroups as PublishGroups
+from qkit.backend import PublishNow as PublishNow
 from qkit.backend import QueueSpec as QueueSpec
 from qkit.backend import QueueStats as QueueStats
 from qkit.backend import StandbyReporting as StandbyReporting

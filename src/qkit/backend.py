@@ -29,6 +29,7 @@ __all__ = [
     "Log",
     "LossReporting",
     "PublishGroups",
+    "PublishNow",
     "QueueSpec",
     "QueueStats",
     "SettlementReporting",
@@ -731,6 +732,42 @@ class Backend(Protocol):
             >>> import asyncio
             >>> from qkit.backends.native import NativeBackend
             >>> asyncio.run(NativeBackend().aclose())
+        """
+        ...
+
+
+@runtime_checkable
+class PublishNow(Protocol):
+    """A backend that can often publish without waiting, because it is in the same process.
+
+    Example:
+        >>> class InProcessBackend:
+        ...     def publish_now(self, queue, envelopes):
+        ...         return None
+        >>> isinstance(InProcessBackend(), PublishNow)
+        True
+    """
+
+    def publish_now(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent] | None:
+        """Publish messages if that needs no wait.
+
+        Args:
+            queue: Name of the queue or topic.
+            envelopes: Messages to publish.
+
+        Returns:
+            One ``Sent`` for each envelope, in order. ``None`` if nothing was published and
+            ``publish`` must be awaited instead, for example because the queue does not exist or
+            the backend is closed.
+
+        Raises:
+            QueueError: As ``Backend.publish``.
+
+        Example:
+            >>> from qkit import Envelope
+            >>> async def send(backend, envelope: Envelope) -> None:
+            ...     if backend.publish_now("orders", [envelope]) is None:
+            ...         await backend.publish("orders", [envelope])
         """
         ...
 

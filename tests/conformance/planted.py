@@ -173,12 +173,12 @@ def delivers_retries_early(patch: pytest.MonkeyPatch) -> None:
 @fault("test_a_delayed_message_is_delivered_on_time")
 def ignores_the_delay_of_a_send(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
-        async def publish(self: NativeBackend, queue: str, items: list[Envelope]) -> list[Sent]:
-            return await original(self, queue, [replace(item, not_before=None) for item in items])  # type: ignore[no-any-return]
+        def put(self: Engine, channel: Any, items: list[Envelope], now: float) -> Any:
+            return original(self, channel, [replace(item, not_before=None) for item in items], now)
 
-        return publish
+        return put
 
-    wrap(patch, NativeBackend, "publish", change)
+    wrap(patch, Engine, "_put_in_memory", change)
 
 
 @fault("test_release_stores_the_changed_headers", "test_headers_survive_a_retry")
@@ -195,13 +195,13 @@ def loses_headers_on_release(patch: pytest.MonkeyPatch) -> None:
 @fault("test_headers_arrive_unchanged")
 def loses_a_header(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
-        async def publish(self: NativeBackend, queue: str, items: list[Envelope]) -> list[Sent]:
+        def put(self: Engine, channel: Any, items: list[Envelope], now: float) -> Any:
             kept = [replace(item, headers=dict(list(item.headers.items())[1:])) for item in items]
-            return await original(self, queue, kept)  # type: ignore[no-any-return]
+            return original(self, channel, kept, now)
 
-        return publish
+        return put
 
-    wrap(patch, NativeBackend, "publish", change)
+    wrap(patch, Engine, "_put_in_memory", change)
 
 
 @fault("test_a_consumer_never_holds_more_than_its_prefetch")

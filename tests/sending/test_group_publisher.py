@@ -23,6 +23,8 @@ from qkit.errors import (
     QueueError,
     SendTimeout,
 )
+from qkit.handlers.channel import undeclared
+from qkit.handlers.route import Route
 from qkit.message import Envelope, Sent
 from qkit.observability.connection_state import ConnectionState
 from qkit.sending.circuit_breaker import BreakerState
@@ -76,7 +78,14 @@ class BatcherHarness:
         wiring.connection.transition_to(ConnectionState.CONNECTED)
         guarded = GuardedBackend(wiring)
         self.breaker = guarded.breaker
-        self.batcher = SendBatcher(guarded, "orders", Backoff(initial=0.05, maximum=2.0))
+        self.declarations: list[str] = []
+        self.route = wiring.routes.resolve(undeclared("orders", broadcast=False))
+        backoff = Backoff(initial=0.05, maximum=2.0)
+        self.batcher = SendBatcher(guarded, "orders", backoff, self.declare)
+
+    async def declare(self, route: Route) -> None:
+        await asyncio.sleep(0.1)
+        self.declarations.append(route.name)
 
     def begin(self, *keys: str, body: bytes = b"{}") -> asyncio.Task[list[Sent]]:
         envelopes = [Envelope(new_id(), body, key=key) for key in keys]
@@ -205,22 +214,18 @@ async def test_a_connection_failure_is_retried_in_every_group(harness: BatcherHa
 
 async def test_the_group_is_looked_up_after_the_queue_is_declared(harness: BatcherHarness) -> None:
     """Before the declaration, a backend may not know the partitions of the queue."""
-    calls: list[str] = []
+    calls = harness.declarations
     name_group = harness.backend.publish_group
 
     def publish_group(queue: str, envelope: Envelope) -> Hashable:
         calls.append("group")
         return name_group(queue, envelope)
 
-    async def prepare() -> None:
-        await asyncio.sleep(0.1)
-        calls.append("declare")
-
     harness.backend.publish_group = publish_group  # type: ignore[method-assign]
     for keys in ("a", "ab"):
         envelopes = [Envelope(new_id(), b"{}", key=key) for key in keys]
-        await harness.batcher.send(envelopes, prepare=prepare)
-    assert calls == ["declare", "group", "declare", "group", "group"]
+        await harness.batcher.send(envelopes, harness.route)
+    assert calls == ["orders", "group", "orders", "group", "group"]
 
 
 async def test_a_send_that_is_cancelled_while_it_waits_is_not_published(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
@@ -25,6 +25,8 @@ from qkit.errors import (
     QueueNotFound,
     SendTimeout,
 )
+from qkit.handlers.channel import undeclared
+from qkit.handlers.route import Route
 from qkit.message import Envelope, Sent
 from qkit.observability.connection_state import ConnectionState
 from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
@@ -51,8 +53,15 @@ class BatcherHarness:
         self.guarded = GuardedBackend(wiring)
         self.breaker = self.guarded.breaker
         backoff = Backoff(initial=0.05, maximum=2.0)
-        self.orders = SendBatcher(self.guarded, "orders", backoff)
-        self.audit = SendBatcher(self.guarded, "audit", backoff)
+        self.declare: Callable[[], Awaitable[None]] | None = None
+        self.route = wiring.routes.resolve(undeclared("orders", broadcast=False))
+        self.orders = SendBatcher(self.guarded, "orders", backoff, self._declare)
+        self.audit = SendBatcher(self.guarded, "audit", backoff, self._declare)
+
+    async def _declare(self, route: Route) -> None:
+        if self.declare is not None:
+            await self.declare()
+        route.declared = True
 
     async def send(self, count: int = 1) -> list[Sent]:
         return await self.orders.send([envelope() for _ in range(count)])
@@ -354,12 +363,13 @@ async def test_a_cancelled_batch_ends_at_its_deadline(harness: BatcherHarness) -
 
 
 async def test_the_deadline_covers_the_declaration(harness: BatcherHarness) -> None:
-    async def prepare() -> None:
+    async def never_declare() -> None:
         await asyncio.Event().wait()
 
+    harness.declare = never_declare
     started = harness.clock.monotonic()
     with pytest.raises(SendTimeout):
-        await harness.orders.send([envelope()], prepare=prepare)
+        await harness.orders.send([envelope()], harness.route)
     assert harness.clock.monotonic() - started == TIMEOUT
     assert harness.backend.count("publish") == 0
 
@@ -409,14 +419,23 @@ async def test_the_timeout_error_of_a_long_outage_names_the_failure(
 async def test_a_failed_declaration_is_retried(harness: BatcherHarness) -> None:
     outcomes: list[Exception | None] = [down(), down(), None]
 
-    async def prepare() -> None:
+    async def declare() -> None:
         outcome = outcomes.pop(0)
         if outcome is not None:
             raise outcome
 
-    await harness.orders.send([envelope()], prepare=prepare)
+    harness.declare = declare
+    await harness.orders.send([envelope()], harness.route)
     assert outcomes == []
     assert harness.backend.count("publish") == 1
+
+
+async def test_a_queue_that_no_longer_exists_is_declared_again(harness: BatcherHarness) -> None:
+    harness.route.declared = True
+    harness.backend.script("publish", QueueNotFound("deleted"))
+    await harness.orders.send([envelope()], harness.route)
+    assert harness.route.declared
+    assert harness.backend.count("publish") == 2
 
 
 async def test_permanent_errors_are_raised_without_a_retry(harness: BatcherHarness) -> None:

@@ -975,32 +975,98 @@ class Engine:
             for _ in range(2 * -(-len(envelopes) // MAX_BACKLOG_BEFORE_YIELD)):
                 await asyncio.sleep(0)
             channel = self.catalogue.find(queue, "publish")  # raises if it was just deleted
-        now, journal = self._now(), self._journal
-        offset = self.clock.time() - now  # wall time minus monotonic time
+        journal, now = self._journal, self._now()
+        if journal is None:
+            return self._put_in_memory(channel, envelopes, now)
         results: builtins.list[Sent | QueueError] = []
         pending: builtins.list[PendingMessage] = []
         for item in envelopes:
-            id, body, priority, key = item.id, item.body, item.priority, item.key
-            due, expires = item.not_before, item.expires_at
-            due = None if due is None else due - offset
-            expires = None if expires is None else expires - offset
             headers = dict(item.headers) if item.headers else None
-            position = None
+            due, expires = item.not_before, item.expires_at
+            if due is not None or expires is not None:
+                due, expires = self._engine_times(item, now)
             try:
-                if journal is None:
-                    position = channel.put(now, id, body, headers, key, priority, due, expires)
-                else:
-                    queues, headers = channel.reserve(id, headers, priority)
-                    pending.append((id, body, headers, key, priority, due, expires, queues))
-                results.append(Sent(id, position))
+                queues, headers = channel.reserve(item.id, headers, item.priority)
             except QueueError as error:
                 results.append(error)
-        if journal is not None and pending:
+                continue
+            pending.append(
+                (item.id, item.body, headers, item.key, item.priority, due, expires, queues)
+            )
+            results.append(Sent(item.id))
+        if pending:
             positions = iter(await journal.publish(pending))
             for at, sent in enumerate(results):
                 if isinstance(sent, Sent):
                     results[at] = Sent(sent.message_id, next(positions))
         return results
+
+    def publish_now(
+        self, queue: str, envelopes: Sequence[Envelope]
+    ) -> builtins.list[Sent | QueueError] | None:
+        """Publish messages without waiting, if possible. Call this only in the engine's loop.
+
+        Args:
+            queue: Name of the queue or topic.
+            envelopes: Messages to publish.
+
+        Returns:
+            For each message, its id and position, or the error for which it was rejected.
+            ``None`` if nothing was published and ``publish_many`` must be used: the engine is
+            durable, there is no such queue, or its consumers need time to catch up.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit.native import Engine
+            >>> async def main() -> None:
+            ...     async with Engine() as engine:
+            ...         await engine.create("orders")
+            ...         print(engine.publish_now("orders", [Envelope("1", b"one")]))
+            >>> asyncio.run(main())
+            [Sent(message_id='1', position=0)]
+        """
+        channel = self._channels.get(queue)
+        if channel is None or self._journal is not None:
+            return None
+        if channel.backlog >= MAX_BACKLOG_BEFORE_YIELD:
+            return None
+        return self._put_in_memory(channel, envelopes, self._now())
+
+    def _put_in_memory(
+        self, channel: Queue | Topic, envelopes: Sequence[Envelope], now: float
+    ) -> builtins.list[Sent | QueueError]:
+        """Add messages in memory."""
+        results: builtins.list[Sent | QueueError] = []
+        for item in envelopes:
+            id, headers = item.id, item.headers
+            due, expires = item.not_before, item.expires_at
+            if due is not None or expires is not None:
+                due, expires = self._engine_times(item, now)
+            try:
+                position = channel.put(
+                    now,
+                    id,
+                    item.body,
+                    dict(headers) if headers else None,
+                    item.key,
+                    item.priority,
+                    due,
+                    expires,
+                )
+            except QueueError as error:
+                results.append(error)
+            else:
+                results.append(Sent(id, position))
+        return results
+
+    def _engine_times(self, envelope: Envelope, now: float) -> tuple[float | None, float | None]:
+        """Return the due time and the expiry of a message in the engine's monotonic time."""
+        due, expires = envelope.not_before, envelope.expires_at
+        offset = self.clock.time() - now
+        return (
+            None if due is None else due - offset,
+            None if expires is None else expires - offset,
+        )
 
     async def consume(
         self,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from qkit._internal.coroutines import shown_as
 from qkit._internal.retry import Backoff
-from qkit.errors import PartialSend, QueueError, QueueNotFound, Unsupported
+from qkit.errors import PartialSend, QueueError, Unsupported
 from qkit.handlers.channel import Channel, undeclared
 from qkit.handlers.route import Route
 from qkit.message import DeadLetter, Envelope, Sent
@@ -131,19 +130,16 @@ class Producer:
         with self._telemetry.producer_span(route.name, envelopes):
             return await self.send_to_queue(route, queue, envelopes)
 
-    async def send_to_queue(
+    def send_to_queue(
         self, route: Route, queue: str, envelopes: list[Envelope]
-    ) -> list[Sent]:
+    ) -> Coroutine[Any, Any, list[Sent]]:
         """Send to a queue of the route; declare it if it was never declared or was deleted."""
         batcher = self._batchers.get(queue)
         if batcher is None:
-            batcher = self._batchers[queue] = SendBatcher(self.guarded, queue, SEND_BACKOFF)
-        if route.declared:
-            try:
-                return await batcher.send(envelopes)
-            except QueueNotFound:
-                route.declared = False
-        return await batcher.send(envelopes, prepare=functools.partial(self.declare, route))
+            batcher = self._batchers[queue] = SendBatcher(
+                self.guarded, queue, SEND_BACKOFF, self.declare
+            )
+        return batcher.send(envelopes, route)
 
     def dead_letter_writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
         """Return a function that writes a dead letter and waits for the confirmation.

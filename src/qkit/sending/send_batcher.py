@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from qkit._internal.deadlines import Deadline, DeadlineTimer
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff, retry_while_unavailable
-from qkit.backend import PublishGroups
-from qkit.errors import BackendUnavailable, CircuitOpen, PartialSend, QueueError
+from qkit.backend import PublishGroups, PublishNow
+from qkit.errors import BackendUnavailable, CircuitOpen, PartialSend, QueueError, QueueNotFound
+from qkit.handlers.route import Route
 from qkit.message import Envelope, Sent
 from qkit.sending.circuit_breaker import BreakerState
 from qkit.sending.group_publisher import GroupPublisher, message_id_of
@@ -22,7 +23,7 @@ from qkit.sending.guarded_backend import GuardedBackend
 
 __all__ = ["SendBatcher"]
 
-Prepare = Callable[[], Awaitable[None]]
+Declare = Callable[[Route], Awaitable[None]]
 
 
 class SendBatcher:
@@ -34,10 +35,14 @@ class SendBatcher:
         guarded: The backend.
         queue: The name of the queue on the broker.
         backoff: Delays between the attempts of one send.
+        declare: Declares a channel.
     """
 
-    def __init__(self, guarded: GuardedBackend, queue: str, backoff: Backoff) -> None:
+    def __init__(
+        self, guarded: GuardedBackend, queue: str, backoff: Backoff, declare: Declare
+    ) -> None:
         self._guarded = guarded
+        self._declare = declare
         self._timer = guarded.timer
         self._queue = queue
         self._backoff = backoff
@@ -52,17 +57,21 @@ class SendBatcher:
                 functools.partial(guarded.backend.publish, queue),
                 name=f"qkit send {queue}",
             )
+        # If no send is in progress, messages are published without a deadline and without the
+        # circuit breaker, because such a publish cannot wait.
+        self._publish_now: Callable[[str, Sequence[Envelope]], list[Sent] | None] | None = None
+        if isinstance(guarded.backend, PublishNow):
+            self._publish_now = guarded.backend.publish_now
         self._in_progress = 0
         self._idle: asyncio.Event | None = None  # set when no send is in progress
 
-    async def send(
-        self, envelopes: Sequence[Envelope], *, prepare: Prepare | None = None
-    ) -> list[Sent]:
+    async def send(self, envelopes: Sequence[Envelope], route: Route | None = None) -> list[Sent]:
         """Send envelopes and wait until the broker has confirmed them.
 
         Args:
             envelopes: The messages.
-            prepare: Called first, under the same deadline, to declare the queue.
+            route: The channel of the queue. It is declared first if it was never declared, or if
+                the queue no longer exists. Default: the queue is not declared.
 
         Returns:
             One ``Sent`` for each envelope, in order.
@@ -73,31 +82,15 @@ class SendBatcher:
             PartialSend: Only some messages were confirmed.
             QueueError: The backend raised it.
         """
-        deadline = Deadline(self._timer)
         self._in_progress += 1
         try:
-            failure: BackendUnavailable | None = None
-            if prepare is None:
-                try:
-                    group = self._only_group or self._common_group(envelopes)
-                    if group is None:
-                        return await self._send_to_groups(envelopes, deadline.end)
-                    if group.coalescer.busy:
-                        return await group.join(envelopes, deadline.end)
-                    with deadline:
-                        call = self._guarded.call(deadline, group.publish, envelopes)
-                        sent = await group.coalescer.run_now(call)
+            declared = route is None or route.declared
+            if declared and self._publish_now is not None and self._in_progress == 1:
+                sent = self._publish_now(self._queue, envelopes)
+                if sent is not None:
                     self._guarded.connection.record_message()
                     return sent
-                except CircuitOpen:
-                    raise
-                except BackendUnavailable as error:
-                    failure = error
-                except TimeoutError:
-                    if not deadline.expired:
-                        raise
-                    raise self._guarded.timeout_error() from None
-            return await self._retry_until(deadline.end, envelopes, prepare, failure)
+            return await self._send(envelopes, route, declared=declared)
         except QueueError as error:
             self._locate(error, envelopes)
             raise
@@ -105,6 +98,38 @@ class SendBatcher:
             self._in_progress -= 1
             if self._idle is not None and not self._in_progress:
                 self._idle.set()
+
+    async def _send(
+        self, envelopes: Sequence[Envelope], route: Route | None, *, declared: bool
+    ) -> list[Sent]:
+        """Send envelopes; end by the deadline."""
+        deadline = Deadline(self._timer)
+        failure: BackendUnavailable | None = None
+        if declared:
+            try:
+                group = self._only_group or self._common_group(envelopes)
+                if group is None:
+                    return await self._send_to_groups(envelopes, deadline.end)
+                if group.coalescer.busy:
+                    return await group.join(envelopes, deadline.end)
+                with deadline:
+                    call = self._guarded.call(deadline, group.publish, envelopes)
+                    sent = await group.coalescer.run_now(call)
+                self._guarded.connection.record_message()
+                return sent
+            except CircuitOpen:
+                raise
+            except BackendUnavailable as error:
+                failure = error
+            except QueueNotFound:
+                if route is None:
+                    raise
+                route.declared = False
+            except TimeoutError:
+                if not deadline.expired:
+                    raise
+                raise self._guarded.timeout_error() from None
+        return await self._retry_until(deadline.end, envelopes, route, failure)
 
     async def drain(self) -> None:
         """Wait until no send is in progress; the caller limits the wait."""
@@ -184,7 +209,7 @@ class SendBatcher:
         self,
         end: float,
         envelopes: Sequence[Envelope],
-        prepare: Prepare | None,
+        route: Route | None,
         failure: BackendUnavailable | None,
     ) -> list[Sent]:
         """Retry while the connection fails, until ``end`` in the loop's time.
@@ -193,14 +218,11 @@ class SendBatcher:
         """
         # Use a separate timer, because all deadlines of the shared timer have the same length.
         deadline = Deadline(DeadlineTimer(end - self._timer.loop.time()))
-        pending = [] if prepare is None else [prepare]
         failures: list[QueueError] = []
 
         async def attempt() -> list[Sent]:
-            while pending:
-                await self._guarded.call(deadline, pending[0])
-                # Prepare once: a second call would do nothing, but count as a working connection.
-                pending.pop()
+            if route is not None and not route.declared:
+                await self._guarded.call(deadline, self._declare, route)
             group = self._only_group or self._common_group(envelopes)
             if group is None:
                 return await self._send_to_groups(envelopes, self._timer.deadline_from_now())

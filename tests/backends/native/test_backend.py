@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -14,6 +15,7 @@ from qkit.backend import (
     Backend,
     DeadLetterSource,
     Delivery,
+    PublishNow,
     QueueSpec,
     SubscriptionSpec,
 )
@@ -240,6 +242,20 @@ class TestPublish:
         assert isinstance(c, QueueFull)
         assert (c.backend, c.queue, c.message_id) == ("native", "orders", "c")
         assert (await backend.stats("orders")).depth == 2
+
+    async def test_messages_are_published_without_waiting_only_in_memory(
+        self, clock: VirtualClock, tmp_path: Path
+    ) -> None:
+        async with Engine(clock=clock) as engine, await Engine.open(tmp_path) as durable:
+            assert isinstance(NativeBackend(), PublishNow)
+            for number, each in enumerate((engine, durable)):
+                backend = NativeBackend(engine=each)
+                assert backend.publish_now("orders", [Envelope("a", b"a")]) is None
+                await backend.declare(QueueSpec(name="orders", max_depth=1))
+                sent = backend.publish_now("orders", [Envelope("a", b"a")])
+                assert sent == ([Sent("a", 0)] if number == 0 else None)
+            with pytest.raises(QueueFull):
+                NativeBackend(engine=engine).publish_now("orders", [Envelope("b", b"b")])
 
     async def test_a_later_change_of_the_envelope_does_not_affect_the_message(
         self, backend: NativeBackend

@@ -134,6 +134,18 @@ class NativeBackend:
                 raise self._partial_send(results, queue)
         return results  # type: ignore[return-value]  # contains no errors
 
+    def publish_now(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent] | None:
+        """Add messages in order if that needs no wait, as in memory; otherwise return ``None``.
+
+        Raises:
+            PartialSend: Some messages were not added; ``results`` has the outcome of each message.
+        """
+        results = self._engine.publish_now(queue, envelopes)
+        for result in results or ():
+            if isinstance(result, QueueError):
+                raise self._partial_send(results, queue)  # type: ignore[arg-type]  # not None
+        return results  # type: ignore[return-value]  # contains no errors
+
     def _partial_send(self, results: list[Sent | QueueError], queue: str) -> QueueError:
         for result in results:
             if isinstance(result, QueueError):

@@ -263,7 +263,7 @@ async def test_a_client_consumes_a_message_published_by_json_command(owner: Any)
         ),
         (
             PUBLISH % b'"delay": 5, "ttl": 2',
-            "must be shorter",
+            "must be less",
         ),
         (
             b'{"command": "queue.consume", "payload": {"queue": "q", "timeout": -1}}',
