@@ -20,7 +20,7 @@ from qkit.web import create_app, lifespan, readiness
 
 
 class Order(BaseModel):
-    """Order of a customer."""
+    """A customer's order."""
 
     id: int
     total: float

@@ -40,7 +40,7 @@ REMINDER_DELAY = 1.5  # seconds
 
 
 class Order(BaseModel):
-    """Order of a customer."""
+    """A customer's order."""
 
     id: int
     total: float

@@ -20,7 +20,7 @@ else:
     def __getattr__(name: str) -> object:
         """Import the public names when one of them is first used.
 
-        ``import qkit`` alone imports no other module, so it stays fast.
+        ``import qkit`` alone imports no other qkit module, so it stays fast.
         """
         from importlib import import_module
         from importlib.util import find_spec

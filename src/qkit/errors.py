@@ -83,7 +83,7 @@ __all__ = [
 
 
 class QueueError(Exception):
-    """Root of all qkit errors.
+    """Base class of all qkit errors.
 
     The message says what went wrong and what to do. The attributes say where it happened.
 
@@ -608,7 +608,7 @@ class SubscriptionLost(BackendUnavailable):
 
 
 class Signal(Exception):
-    """Base of the exceptions with which a handler controls what happens to its message.
+    """Base class of the exceptions with which a handler controls what happens to its message.
 
     Example:
         >>> [issubclass(kind, Signal) for kind in (Retry, Reject, Unavailable, BatchError)]

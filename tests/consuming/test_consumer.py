@@ -1009,7 +1009,7 @@ async def test_no_task_remains_if_the_broker_does_not_respond_at_shutdown(clock,
     await service.shutdown(timeout=5)
     await clock.advance(30)
     assert asyncio.all_tasks() == before
-    assert not [item for item in caplog.records if "still running" in item.getMessage()]
+    assert not [item for item in caplog.records if "is still running" in item.getMessage()]
 
 
 async def test_a_subscription_that_is_lost_while_it_stops_loses_its_deliveries(clock):

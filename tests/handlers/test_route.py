@@ -233,7 +233,7 @@ def test_replicas_need_a_broker_that_replicates():
     routes(Capabilities()).check_settings()
     settings: dict[str, Any] = {"type": "rabbitmq", "url": "amqp://localhost/", "replicas": 3}
     routes(can(), **settings).check_settings()
-    with pytest.raises(ConfigError, match=r"replicas=3: scripted does not replicate"):
+    with pytest.raises(ConfigError, match=r"replicas=3: this scripted backend does not support"):
         routes(Capabilities(), **settings).check_settings()
 
 

@@ -1,7 +1,9 @@
-"""Worker process for the signal tests: ``python -m tests.support.worker <mode>``.
+"""Worker process for the signal tests: ``python -m tests.support.worker <kind>:<handler>``.
 
-It writes a line for each confirmed send, for the start and end of each handler call and, before it
-exits, one with the number of remaining messages. The test compares these lines.
+It reports on stdout, one line for each event. ``load`` reports each confirmed send, the start and
+end of each handler call and, before it exits, the number of remaining messages. ``one`` and
+``sync`` send one message; they report its handler call, and at shutdown the number of abandoned
+messages.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Clock(Protocol):
         ...
 
     def time(self) -> float:
-        """Return wall time in seconds since 1970, for data that leaves the process."""
+        """Return wall time in seconds since the epoch, for data that leaves the process."""
         ...
 
 

@@ -71,7 +71,7 @@ os.register_at_fork(after_in_child=_generator.reseed)
 
 
 def sent_at(message_id: str) -> float | None:
-    """Return the send time in a qkit id, in seconds since 1970; ``None`` for a foreign id."""
+    """Return the send time in a qkit id, in seconds since the epoch; ``None`` for a foreign id."""
     if len(message_id) != 32 or message_id[12] != "7":
         return None
     try:

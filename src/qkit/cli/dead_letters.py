@@ -60,9 +60,15 @@ OfError = Annotated[
 ]
 Older = Annotated[
     str | None,
-    typer.Option(metavar="AGE", help="Only failures older than this, such as 90s, 10m, 2h or 7d."),
+    typer.Option(
+        metavar="AGE",
+        help="Only dead letters whose last failure is older than this, such as 90s, 10m, 2h or 7d.",
+    ),
 ]
-Newer = Annotated[str | None, typer.Option(metavar="AGE", help="Only failures newer than this.")]
+Newer = Annotated[
+    str | None,
+    typer.Option(metavar="AGE", help="Only dead letters whose last failure is newer than this."),
+]
 Limit = Annotated[
     int | None,
     typer.Option("--limit", "-n", min=1, help="Maximum number of dead letters, oldest first."),

@@ -312,7 +312,7 @@ def consume(
     """Print messages as they arrive, until Ctrl-C.
 
     Without [bold]--ack[/], messages stay in flight and are released at the end,
-    without counting an attempt. By default, the command then stops after 1,000
+    without counting an attempt. Without --ack and --limit, the command stops after 1,000
     messages.
     """
     show: Callable[[Envelope], None] = _show_json if as_json else _show

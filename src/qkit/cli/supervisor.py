@@ -119,7 +119,10 @@ class Supervisor:
             stable = time.monotonic() - started_at >= STABLE_AFTER_SECONDS
             # A worker that has run before has valid settings; its program chose this code.
             if code == CONFIG_ERROR_EXIT_CODE and starts == 1 and not stable:
-                logger.error("worker %d cannot start; stopping the others", number)
+                logger.error(
+                    "worker %d cannot start: invalid settings or target; stopping the others",
+                    number,
+                )
                 self._code = code
                 self._stop_all()
                 return

@@ -328,7 +328,7 @@ async def _handler_cancellation(error: asyncio.CancelledError, jobs: Sequence[Jo
         await asyncio.sleep(0)
     if any(job.stopped for job in jobs):
         raise error
-    return QueueError("a task that the handler awaited was cancelled", cause=error)
+    return QueueError("the handler raised CancelledError, but qkit did not cancel it", cause=error)
 
 
 def _wrap_base_exception(error: BaseException) -> QueueError:

@@ -203,8 +203,8 @@ class RouteTable:
         """Raise ``ConfigError`` for a service-wide setting that the backend does not support."""
         if self._settings.replicas > 1 and not self._can.replicas:
             raise ConfigError(
-                f"replicas={self._settings.replicas}: {self._backend} does not replicate; set "
-                "replicas=1, or use a broker that replicates",
+                f"replicas={self._settings.replicas}: this {self._backend} backend does not "
+                "support replicas; set replicas=1, or use a backend that does",
                 backend=self._backend,
                 operation="start",
             )

@@ -166,7 +166,7 @@ def _param(parameter: inspect.Parameter, hint: object, name: str, *, batch: bool
     if parameter.default is not MISSING:
         raise HandlerError(
             f"{name}: parameter {parameter.name!r} has a default, so it cannot be the body; "
-            "annotate it as Annotated[…, Header()] if it is a header, or remove it"
+            "annotate it as Annotated[…, Header()] if it is a header, or remove the default"
         )
     if batch and get_origin(hint) is not list:
         raise HandlerError(

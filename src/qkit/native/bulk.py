@@ -364,7 +364,7 @@ def published_jobs(path: Path) -> list[str]:
 
 
 def _committed(inbox: Path) -> dict[str, int]:
-    """Return the commit time of each published job, in nanoseconds since 1970."""
+    """Return the commit time of each published job, in nanoseconds since the epoch."""
     found: dict[str, int] = {}
     for entry in inbox.iterdir():
         if _JOB.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():

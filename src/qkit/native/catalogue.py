@@ -217,7 +217,7 @@ class Catalogue:
 
     @staticmethod
     def _stored(config: QueueConfig, set_fields: frozenset[str]) -> dict[str, object]:
-        """Return the fields to write to the log, without those that follow changeable defaults."""
+        """Return the fields to write to the log, without unset fields that follow a default."""
         if set_fields >= ALL_FIELDS:
             return asdict(config)
         left_out = OWNER_FIELDS - set_fields

@@ -28,7 +28,8 @@ class VirtualClock:
     Use it as a context manager inside the event loop.
 
     Args:
-        epoch: Wall time at the start, in seconds since 1970. Default: 1,750,000,000 (June 2025).
+        epoch: Wall time at the start, in seconds since the epoch. Default:
+            1,750,000,000 (June 2025).
 
     Example:
         >>> import asyncio
@@ -74,7 +75,7 @@ class VirtualClock:
         """Return the virtual wall time.
 
         Returns:
-            Seconds since 1970: the epoch of the clock plus the virtual time since its start.
+            Seconds since the epoch: the epoch of the clock plus the virtual time since its start.
 
         Example:
             >>> from qkit.testing import VirtualClock

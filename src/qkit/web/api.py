@@ -104,7 +104,7 @@ PURGE_FILTERS = {
         {"type": "array", "items": {"type": "string"}},
     ),
     "failed_before": Parameter(
-        "Only dead letters whose last failure is not after this time (seconds since 1970).",
+        "Only dead letters that last failed at or before this time (seconds since the epoch).",
         {"type": "number"},
     ),
     "all": Parameter(
@@ -349,7 +349,7 @@ def _timestamp(request: Request, name: str) -> float | None:
     with suppress(ValueError):
         if isfinite(number := float(text)):
             return number
-    raise HTTPException(422, f"{name}: expected seconds since 1970, got {text[:20]!r}")
+    raise HTTPException(422, f"{name}: expected seconds since the epoch, got {text[:20]!r}")
 
 
 def _limit(request: Request) -> int:

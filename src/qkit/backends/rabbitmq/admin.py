@@ -25,7 +25,7 @@ from qkit.message import GROUP, Envelope
 
 __all__ = ["RabbitMQAdmin"]
 
-#: Largest depth at which ``peek`` reads the whole of a quorum queue, which keeps its order.
+#: Largest depth at which ``peek`` reads a whole quorum queue. Reading all of it keeps the order.
 MAX_FULL_READ: Final = 1_000
 
 

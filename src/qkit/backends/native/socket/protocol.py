@@ -374,7 +374,7 @@ def decode_settlements(body: bytes) -> tuple[int, list[SettleItem]]:
         start = at + SETTLEMENT.size
         at = start + length
         if at > len(body):
-            raise ProtocolError("invalid settlement: the data is shorter than its headers")
+            raise ProtocolError("invalid settlement: the body ends before its headers end")
         try:
             headers = _decode_headers(body[start:at]) if length else {}
         except ValueError as error:
