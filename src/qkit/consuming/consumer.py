@@ -41,6 +41,7 @@ class Consumer:
         executor: Runs the handler.
         settlement: Settles the deliveries.
         declare: Declares the channel again; called before a lost subscription is reopened.
+        on_exit: Called with the ``SystemExit`` or ``KeyboardInterrupt`` of a handler.
 
     Attributes:
         channel: The name of the channel.
@@ -57,6 +58,7 @@ class Consumer:
         executor: Executor,
         settlement: Settlement,
         declare: Callable[[], Awaitable[None]],
+        on_exit: Callable[[BaseException], None],
     ) -> None:
         self.channel: str = route.name
         self.group: str = spec.group
@@ -69,6 +71,7 @@ class Consumer:
         self._executor = executor
         self._settlement = settlement
         self._declare = declare
+        self._on_exit = on_exit
         self._clock = wiring.clock
         self._connection = wiring.connection
         self._session: Session | None = None
@@ -133,6 +136,7 @@ class Consumer:
                         self._state,
                         self._executor,
                         self._settlement,
+                        self._on_exit,
                     )
                     self.ready.set()
                     await self._session.run()

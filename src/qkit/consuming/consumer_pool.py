@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import socket
+from collections.abc import Callable
 
 from qkit._internal.logging import logger
 from qkit._internal.tasks import detach
@@ -35,15 +36,19 @@ class ConsumerPool:
     Args:
         wiring: Objects shared by all parts of the service.
         producer: Declares channels and writes dead letters.
+        on_exit: Called with the ``SystemExit`` or ``KeyboardInterrupt`` of a handler.
 
     Attributes:
         threads: Threads of synchronous handlers.
     """
 
-    def __init__(self, wiring: Wiring, producer: Producer) -> None:
+    def __init__(
+        self, wiring: Wiring, producer: Producer, on_exit: Callable[[BaseException], None]
+    ) -> None:
         self.threads: HandlerThreads = HandlerThreads()
         self._wiring = wiring
         self._producer = producer
+        self._on_exit = on_exit
         self._tasks: dict[Consumer, asyncio.Task[None]] = {}
 
     def start(self, route: Route, handler: Handler, *, renew_leases: bool) -> None:
@@ -81,7 +86,7 @@ class ConsumerPool:
         settlement = Settlement(self._wiring, route, spec, self._producer.dead_letter_writer(route))
         executor = Executor(self._wiring, route, handler, self.threads, settlement.record_retry)
         declare = functools.partial(self._producer.redeclare, route)
-        return Consumer(self._wiring, route, spec, executor, settlement, declare)
+        return Consumer(self._wiring, route, spec, executor, settlement, declare, self._on_exit)
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds until all consumers have subscribed.

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import math
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
 
 from qkit._internal.logging import logger
 from qkit._internal.tasks import run_to_completion
@@ -52,6 +51,7 @@ class Session:
         state: Whether handlers may be started; changed by the consumer.
         executor: Runs the handler.
         settlement: Carries out the outcomes.
+        on_exit: Called with the ``SystemExit`` or ``KeyboardInterrupt`` of a handler.
 
     Attributes:
         held: All unsettled deliveries.
@@ -66,12 +66,14 @@ class Session:
         state: ConsumerState,
         executor: Executor,
         settlement: Settlement,
+        on_exit: Callable[[BaseException], None],
     ) -> None:
         self._subscription = subscription
         self._spec = spec
         self._state = state
         self._executor = executor
         self._settlement = settlement
+        self._on_exit = on_exit
         self._counters = route.counters
         self._channel = route.name
         self._ordered = route.ordered
@@ -284,7 +286,7 @@ class Session:
                     raise
                 outcome = ABANDON
             except (KeyboardInterrupt, SystemExit) as error:
-                await self._exit([job], error)
+                await self._exit(task, [job], error)
                 return
             finally:
                 job.task = None
@@ -313,7 +315,12 @@ class Session:
                 return
 
     async def _handle_batch(self, task: asyncio.Task[None], jobs: list[Job]) -> None:
-        for job, outcome in zip(jobs, await self._run_batch(task, jobs), strict=True):
+        try:
+            outcomes = await self._run_batch(task, jobs)
+        except (KeyboardInterrupt, SystemExit) as error:
+            await self._exit(task, jobs, error)
+            return
+        for job, outcome in zip(jobs, outcomes, strict=True):
             await self._settle_outcome(task, job, outcome)
         for job in jobs:  # each inline retry of a partial batch has its own thread
             if job.thread is not None:
@@ -329,8 +336,6 @@ class Session:
             if not any(job.stopped for job in jobs):
                 raise
             return [ABANDON for _ in jobs]
-        except (KeyboardInterrupt, SystemExit) as error:
-            await self._exit(jobs, error)
         finally:
             for job in jobs:
                 job.task = None
@@ -371,23 +376,24 @@ class Session:
             return
         await self._settle(job, outcome)
 
-    async def _exit(self, jobs: Sequence[Job], error: BaseException) -> NoReturn:
-        """Settle the messages of a handler that ends the process as failed, then end the process.
-
-        The error is raised in the event loop, as if the handler's task had raised it, but only
-        once: a task group would raise it again while the event loop is being closed.
-        """
+    async def _exit(
+        self, task: asyncio.Task[None], jobs: Sequence[Job], error: BaseException
+    ) -> None:
+        """Settle the messages of a handler that ends the process as failed, then end it."""
+        while task.cancelling():
+            task.uncancel()
         for job in jobs:
             job.task = None  # from here on, a cancellation does not concern the handler
+        self._state.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._exit_timeout):
                 for job in jobs:
-                    if not job.lost:
+                    if job.lost:
+                        self._drop_lost(job)
+                    else:
                         failed = self._executor.outcome_of_exit(error, job.delivery.envelope)
                         await self._settle(job, failed)
-        self._loop.call_soon(_raise, error)
-        await self._loop.create_future()  # until the event loop is closed
-        raise error
+        self._on_exit(error)
 
     async def give_up(self) -> list[asyncio.Task[None]]:
         """Release the messages of handlers that ignore their cancellation.
@@ -457,10 +463,6 @@ class Session:
             },
         )
         self._finish(job)
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _current_task() -> asyncio.Task[None]:
