@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.deployments import Site, in_other_processes, on, redelivers
 from tests.support.waiting import eventually, scaled
+from tests.support.worker_roles import EXIT_CODE
 
 ACK_ARRIVAL_SECONDS = 1.0  # time within which an ack reaches the broker
 
@@ -66,3 +67,16 @@ async def test_messages_of_twenty_killed_workers_are_handled_by_others(site: Sit
     for turn in range(20):
         site.queue = f"{site.queue.partition('.')[0]}.{turn}"
         await kill_in_mid_handler(site, random.randrange(2**32))
+
+
+@on(redelivers, in_other_processes)
+async def test_a_handler_that_exits_the_process_has_used_an_attempt(site: Site) -> None:
+    first = site.worker("serve", exits=True)
+    await first.reported("ready")
+    async with site.service() as sender:
+        await sender.send(site.queue, {"n": 1, "do": "exit"})
+        assert await first.exited() == EXIT_CODE
+        second = site.worker("serve")
+        await eventually(lambda: second.numbers("end") == [1], within=60)
+        assert [line.rest for line in second.of("begin")] == [("1", "2")]
+        second.kill()

@@ -26,6 +26,7 @@ from qkit.message import Envelope, Sent
 from tests.support.sessions import short_sessions
 
 FOREVER_SECONDS: Final = 3_600.0
+EXIT_CODE: Final = 3  # of a handler that exits
 Job = dict[str, Any]
 
 
@@ -38,17 +39,21 @@ def make_service(job: Job) -> QueueService:
 
 
 def consumer(job: Job) -> object:
-    """Return a handler that sleeps, rejects or (if the job allows it) hangs, as the body says."""
+    """Return a handler that sleeps, rejects or (if the job allows it) hangs or exits."""
     worker_number = job["number"]
     hangs = job.get("hangs", False)
     group = job.get("group", "workers")
 
-    @consume(job["queue"], group=group, concurrency=job.get("concurrency", 4))
+    options = job.get("options", {})
+
+    @consume(job["queue"], group=group, concurrency=job.get("concurrency", 4), **options)
     async def work(body: dict[str, Any], message: Message) -> None:
         report(worker_number, "begin", body["n"], message.attempt)
         match body.get("do"):
             case "hang" if hangs:
                 await asyncio.sleep(FOREVER_SECONDS)
+            case "exit" if job.get("exits", False):
+                sys.exit(EXIT_CODE)
             case "reject":
                 raise Reject("requested by the message")
             case _:
@@ -151,6 +156,8 @@ def work(job: Job) -> None:
     try:
         asyncio.run(ROLES[job["role"]](job))
         code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:

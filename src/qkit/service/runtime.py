@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import Literal
 
@@ -52,7 +53,7 @@ class ServiceRuntime:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.force: asyncio.Event = asyncio.Event()
         self.producer: Producer = Producer(wiring, self.require_sending)
-        self.consumers: ConsumerPool = ConsumerPool(wiring, self.producer)
+        self.consumers: ConsumerPool = ConsumerPool(wiring, self.producer, self._exit)
         self._backend = wiring.backend
         self._settings = wiring.settings
         self._routes = wiring.routes
@@ -63,6 +64,7 @@ class ServiceRuntime:
         self._listening = False  # stays set if a start fails, so that callbacks are registered once
         self._lifecycle_lock = asyncio.Lock()  # serializes start and shutdown
         self._loop_caller: LoopCaller | None = None
+        self._exiting: asyncio.Task[None] | None = None  # raises a handler's ``SystemExit``
 
     async def start(self) -> None:
         """Connect, declare all channels and start the consumers; see ``QueueService.start``."""
@@ -166,6 +168,17 @@ class ServiceRuntime:
                 FORCED_LISTENER_TIMEOUT if self.force.is_set() else CLOSE_TIMEOUT
             )
 
+    def _exit(self, error: BaseException) -> None:
+        """Shut down, then raise the ``SystemExit`` or ``KeyboardInterrupt`` of a handler."""
+        if self._exiting is None:
+            logger.error("a handler raised %r: shutting down to end the process", error)
+            self._exiting = asyncio.create_task(self._raise_after_shutdown(error), name="qkit exit")
+
+    async def _raise_after_shutdown(self, error: BaseException) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.shutdown()
+        raise error  # asyncio raises it in the event loop, which ends ``asyncio.run``
+
     async def _stop_consumers(self) -> None:
         await self._monitor.stop()
         await self.consumers.stop(0.0 if self.force.is_set() else self._settings.send_timeout)
@@ -239,6 +252,15 @@ class ServiceRuntime:
         """Raise ``LifecycleError`` unless the service is running or draining."""
         if self.state not in ("running", "stopping"):  # a handler may send while draining
             self.require(operation, "running")
+
+    def require_outside_handler(self, operation: str) -> None:
+        """Raise ``LifecycleError`` if a handler of this service is the caller."""
+        if self.state != "new" and self.consumers.is_running(asyncio.current_task()):
+            raise LifecycleError(
+                f"{operation}() was called in a handler, which the shutdown would wait for: call "
+                "service.stop(), which returns at once and makes run() shut down",
+                operation=operation,
+            )
 
     def require(self, operation: str, state: State) -> None:
         """Raise ``LifecycleError`` for ``operation`` unless the service is in ``state``."""
