@@ -41,7 +41,7 @@ class SyncQueueService(BlockingSends):
     would block the loop: use ``QueueService`` there.
 
     Args:
-        settings: The settings. Default: read from the environment and the configuration file.
+        settings: The settings. Default: ``Settings()``, which reads ``QKIT_*`` variables.
         backend: A backend to use instead of the one that the settings name.
         middleware: Functions wrapped around every handler call, the first outermost.
 

@@ -50,7 +50,7 @@ class QueueService:
     restarted after its shutdown.
 
     Args:
-        settings: The settings. Default: read from the environment and the configuration file.
+        settings: The settings. Default: ``Settings()``, which reads ``QKIT_*`` variables.
         backend: A backend to use instead of the one in the settings. Default: none.
         middleware: Functions wrapped around every handler call, outermost first. Default: none.
         clock: The source of time. Default: the system clock.
