@@ -59,7 +59,7 @@ class Engine:
 
     Use an engine as an async context manager, once. Its coroutines, and those of a ``Delivery``,
     may be awaited in any thread and event loop while the loop that opened the engine runs, except
-    where a method says otherwise.
+    where a method says otherwise. In a forked child process they raise ``LifecycleError``.
 
     Args:
         clock: Source of time. Default: the system clock.
@@ -299,6 +299,7 @@ class Engine:
             >>> asyncio.run(main())
             True
         """
+        self.portal.check_process()
         if get_ident() != self.portal.thread and (self._closed or self.portal.accepts_calls):
             with contextlib.suppress(LifecycleError):  # already closed
                 await self.portal.run(self.aclose)
@@ -319,6 +320,7 @@ class Engine:
 
         This is too slow to call for each message.
         """
+        self.portal.check_process()
         if self._closed or self._loop is None:
             state = "closed" if self._closed else "not open: use 'async with Engine() as engine'"
             raise LifecycleError(f"the engine is {state}", backend="native")

@@ -356,9 +356,9 @@ class Settings(BaseSettings):
         """Replace each section by a dict of the fields that were passed to it."""
         given = dict(values)
         for name, value in values.items():
-            kind = cls.model_fields[name].annotation if name in cls.model_fields else None
+            field = cls.model_fields.get(name)
             # A section of another class is left as it is, for validation to reject.
-            if isinstance(value, _Section) and type(value) is kind:
+            if isinstance(value, _Section) and field and field.annotation is type(value):
                 given[name] = value.model_dump(exclude_unset=True)
         return given
 
