@@ -9,7 +9,7 @@ from typing import Literal
 
 from qkit._internal.forks import watch_forks
 from qkit._internal.logging import logger
-from qkit._internal.loop_calls import LoopCaller, running_loop
+from qkit._internal.loop_calls import LoopCaller, require_asyncio, running_loop
 from qkit.backend import DeadLetterSource, DroppedLetterSource
 from qkit.consuming.consumer_pool import ConsumerPool
 from qkit.consuming.settlement import record_dead_letter
@@ -73,13 +73,14 @@ class ServiceRuntime:
         """Connect, declare all channels and start the consumers; see ``QueueService.start``."""
         # Before the lock, which a task of the parent process or of another loop may hold.
         self._check_owner("start")
+        loop = require_asyncio("start")
         async with self._lifecycle_lock:
             if self.state == "running":
                 return
             self.require("start", "new")
             planned = self._plan()
             self.state = "starting"
-            self._bind(asyncio.get_running_loop())
+            self._bind(loop)
             self._connection.transition_to(ConnectionState.CONNECTING)
             try:
                 await self._open(planned)
@@ -101,6 +102,7 @@ class ServiceRuntime:
             Each handler with the route of its channel.
         """
         self._routes.check_settings()
+        self.wiring.registry.warn_about_classes()
         planned: list[tuple[Route, Handler]] = []
         for channel in list(self.wiring.registry.channels.values()):
             self._routes.resolve(channel)
@@ -138,6 +140,7 @@ class ServiceRuntime:
     async def shutdown(self, timeout: float | None = None) -> None:
         """Drain the service and close the backend; see ``QueueService.shutdown``."""
         self._check_owner("shutdown")
+        require_asyncio("shutdown")
         task = asyncio.create_task(self._shut_down(timeout), name="qkit shutdown")
         # A shutdown always completes; if the caller is cancelled, that is raised afterwards.
         cancelled: asyncio.CancelledError | None = None
