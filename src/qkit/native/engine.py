@@ -20,6 +20,7 @@ from typing import Final, Self
 
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.ids import new_id
+from qkit._internal.loop_calls import require_asyncio
 from qkit._internal.names import check_name
 from qkit.backend import QueueStats
 from qkit.errors import (
@@ -149,6 +150,7 @@ class Engine:
             >>> asyncio.run(main())
             True
         """
+        require_asyncio("Engine.open")  # before the directory is locked
         engine = cls(clock=clock, defaults=defaults)
         storage = Storage(
             Disk(path),
@@ -185,7 +187,7 @@ class Engine:
             >>> asyncio.run(main())
             True
         """
-        loop = asyncio.get_running_loop()
+        loop = require_asyncio("Engine.attach")
         replay = await storage.recover()
         self._loop, self._storage, self._journal = loop, storage, storage.journal
         self.portal.open(loop)
@@ -269,7 +271,7 @@ class Engine:
             raise LifecycleError("an engine can be opened only once: create a new one")
         self._entered = True
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+            self._loop = require_asyncio("Engine")
             self.portal.open(self._loop)
         return self
 

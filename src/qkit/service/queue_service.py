@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.coroutines import returns_coroutine
 from qkit._internal.logging import logger
-from qkit._internal.loop_calls import running_loop
+from qkit._internal.loop_calls import require_asyncio, running_loop
 from qkit._internal.signals import handle_signals
 from qkit.admin.dead_letters import DeadLetters
 from qkit.admin.queues import QueueAdmin
@@ -344,7 +344,7 @@ class QueueService:
             >>> asyncio.run(main())
             closed
         """
-        loop = asyncio.get_running_loop()
+        loop = require_asyncio("run")
 
         def first(name: str) -> None:
             logger.info("%s: shutting down; a second signal cancels running handlers", name)
