@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup demo test test-full lint types mypy pyright unit torture check brokers-up brokers-down pipeline bench bench-brokers bench-spark bench-check docs requirements clean
+.PHONY: help setup demo test test-full lint types mypy pyright unit torture check smoke brokers-up brokers-down pipeline bench bench-brokers bench-spark bench-check docs requirements clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -32,6 +32,17 @@ test: setup ## Run lint, type checks and tests against real brokers; COVERAGE=1 
 
 test-full: setup ## Run the tests marked full: longer versions of tests in `make test`, or the same tests on every broker
 	scripts/brokers run $(BIN)/python -m pytest -m "full and not torture" $(PARALLEL) --timeout 900
+
+# Spark is left out: it has its own tests, and its packages take minutes to install.
+SMOKE_EXTRAS := cli kafka rabbitmq redis web
+SMOKE_VENV := build/lowest
+smoke: setup ## Use qkit on every backend with the lowest versions of its dependencies
+	rm -rf $(SMOKE_VENV)
+	$(BIN)/python -m venv $(SMOKE_VENV)
+	$(BIN)/python scripts/lowest-versions $(SMOKE_EXTRAS) > $(SMOKE_VENV)/constraints.txt
+	$(SMOKE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(SMOKE_VENV)/constraints.txt '.[$(shell echo $(SMOKE_EXTRAS) | tr " " ,)]'
+	scripts/brokers run timeout 120 $(SMOKE_VENV)/bin/python scripts/smoke
 
 # Tests mostly wait for brokers, so there can be more processes than cores.
 # tests/support/scheduling.py decides which tests share a process.

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
+from qkit._internal.forks import ForkSafeLock
 from qkit._internal.logging import logger
 from qkit._internal.loop_calls import LoopCaller, running_loop
 from qkit._internal.loop_thread import LoopThread
@@ -38,10 +39,11 @@ class SyncQueueService(BlockingSends):
 
     Runs a ``QueueService`` in the event loop of a background thread. Any thread may call the
     service. In a thread with a running event loop, its calls raise ``LifecycleError`` because they
-    would block the loop: use ``QueueService`` there.
+    would block the loop: use ``QueueService`` there. They also raise it in a forked child process:
+    start a service in each process.
 
     Args:
-        settings: The settings. Default: read from the environment and the configuration file.
+        settings: The settings. Default: ``Settings()``, which reads ``QKIT_*`` variables.
         backend: A backend to use instead of the one that the settings name.
         middleware: Functions wrapped around every handler call, the first outermost.
 
@@ -67,7 +69,7 @@ class SyncQueueService(BlockingSends):
         self._sends = self._service = QueueService(settings, backend=backend, middleware=middleware)
         self._caller: LoopCaller | None = None  # set from start to shutdown
         self._closed = False
-        self._lifecycle_lock = threading.Lock()  # serializes start and shutdown
+        self._lifecycle_lock = ForkSafeLock()  # serializes start and shutdown
         self._stopped = threading.Event()
         self._hosted = False
 
@@ -226,7 +228,8 @@ class SyncQueueService(BlockingSends):
             ConfigError: The settings or the options of a channel or handler are invalid.
             Unsupported: The backend lacks a feature that a channel or handler needs.
             BackendUnavailable: The broker cannot be reached.
-            LifecycleError: The service was shut down, or this thread runs an event loop.
+            LifecycleError: The service was shut down, this thread runs an event loop, or the
+                service was started before this process was forked.
 
         Example:
             >>> from qkit import Settings, SyncQueueService
@@ -237,6 +240,7 @@ class SyncQueueService(BlockingSends):
             >>> service.shutdown()
         """
         _require_no_running_loop("start")
+        self._check_process()
         with self._lifecycle_lock:
             if self._closed:
                 raise LifecycleError(
@@ -322,7 +326,8 @@ class SyncQueueService(BlockingSends):
                 settings.
 
         Raises:
-            LifecycleError: This thread runs an event loop.
+            LifecycleError: This thread runs an event loop, or the service was started before this
+                process was forked.
 
         Example:
             >>> from qkit import Settings, SyncQueueService
@@ -333,6 +338,7 @@ class SyncQueueService(BlockingSends):
             closed
         """
         _require_no_running_loop("shutdown")
+        self._check_process()
         self._stopped.set()
         with self._lifecycle_lock:
             self._closed = True
@@ -341,6 +347,10 @@ class SyncQueueService(BlockingSends):
                     self._call(lambda: self._service.shutdown(timeout))
                 finally:
                     self._close_loop()
+
+    def _check_process(self) -> None:
+        if self._caller is not None:
+            self._caller.check_process()
 
     def _close_loop(self) -> None:
         if isinstance(caller := self._caller, LoopThread):  # a hosted loop is left open

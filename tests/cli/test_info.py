@@ -100,27 +100,41 @@ def test_capabilities_shows_one_backend_or_all(shell: Shell) -> None:
     assert max(map(len, narrow.stdout.splitlines())) <= 80
 
 
-def test_settings_come_from_a_file_and_the_environment(shell: Shell, tmp_path: Path) -> None:
+def test_settings_come_from_a_file_and_the_environment(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "other.toml"
     file.write_text('type = "native"\nprefetch = 20\n[retry]\nmax_attempts = 7\n')
     values = shell.json("config", "show", "--config", str(file))
     assert values["prefetch"] == 20
     assert values["retry"]["max_attempts"] == 7
     assert values["path"] == str(shell.path)
-    (tmp_path / "qkit.toml").write_text("prefetch = 30\n")
-    assert shell.json("config", "show")["prefetch"] == 30
+    monkeypatch.setenv("QKIT_CONFIG", str(file))
+    assert shell.json("config", "show")["prefetch"] == 20
     shown = shell.run("config", "show", "--all").stdout
     assert "retry.max_attempts" in shown
     assert "valid" in shell.run("config", "check").stderr
     assert shell.json("config", "check") == {"valid": True, "backend": "native-durable"}
 
 
+def test_a_file_in_the_working_directory_is_read_only_if_it_is_named(
+    shell: Shell, tmp_path: Path
+) -> None:
+    (tmp_path / "qkit.toml").write_text("prefetch = 30\n")
+    assert "prefetch" not in shell.json("config", "show")
+    assert shell.json("config", "show", "--config", "qkit.toml")["prefetch"] == 30
+    in_memory = CliRunner().invoke(app, ["queues"])
+    assert in_memory.exit_code == 2
+    assert "./qkit.toml was not read: pass --config qkit.toml" in " ".join(in_memory.stderr.split())
+
+
 def test_each_invalid_setting_is_reported(shell: Shell, tmp_path: Path) -> None:
-    (tmp_path / "qkit.toml").write_text('prefetch = "many"\ncolour = "red"\n')
-    result = shell.run("config", "check", code=2)
+    (tmp_path / "bad.toml").write_text('prefetch = "many"\ncolour = "red"\n')
+    result = shell.run("config", "check", "-c", "bad.toml", code=2)
     assert "prefetch" in result.stderr
     assert "colour" in result.stderr
-    assert shell.json("config", "check", code=2)["error"]["type"] == "ConfigError"
+    failed = shell.json("config", "check", "-c", "bad.toml", code=2)
+    assert failed["error"]["type"] == "ConfigError"
     assert "nowhere.toml" in shell.run("queues", "-c", "nowhere.toml", code=2).stderr
 
 
@@ -198,6 +212,8 @@ def test_an_imported_service_reads_the_settings_of_the_command(
 
     assert address() == "orders"
     (tmp_path / "qkit.toml").write_text("prefix = 'here.'\n")
+    assert address() == "orders"
+    monkeypatch.setenv("QKIT_CONFIG", "qkit.toml")
     assert address() == "here.orders"
     monkeypatch.setenv("QKIT_CONFIG", "")
     (tmp_path / "other.toml").write_text("prefix = 'other.'\n")

@@ -211,8 +211,8 @@ def test_a_worker_reads_the_settings_file(place: Path, workers: int) -> None:
     )
     (place / "qkit.toml").write_text("prefetch = 21\n")
     (place / "other.toml").write_text("prefetch = 22\n")
-    for arguments, expected in (((), 21), (("--config", "other.toml"), 22)):
-        command = ("run", "plain:service", "--workers", str(workers), *arguments)
+    for file, expected in (("qkit.toml", 21), ("other.toml", 22)):
+        command = ("run", "plain:service", "--workers", str(workers), "--config", file)
         with qkit(place, *command) as running:
             running.until(lambda line: "-> connected" in line)  # logged by a worker
             assert set(running.lines()) & {"prefetch 21", "prefetch 22"} == {f"prefetch {expected}"}

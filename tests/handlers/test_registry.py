@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import logging
 import types
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 from typing import Annotated, Any
 from unittest import mock
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from qkit import (
     Channel,
@@ -49,7 +50,10 @@ def test_a_decorated_function_is_unchanged():
         """Handle an order."""
 
     assert consume("orders")(handle) is handle
-    assert consume(handle) is handle
+
+    def bare(order: Order) -> None: ...
+
+    assert consume(bare) is bare
 
 
 @pytest.mark.proves("003-types-1", "003-types-4")
@@ -342,10 +346,31 @@ def test_registering_a_module_registers_its_functions_and_instances(caplog):
     module = module_of(
         Orders=Orders, orders=Orders(), audit=audit, helper=helper, number=5, Other=Order
     )
-    with caplog.at_level(logging.WARNING, "qkit"):
-        assert {handler.channel for handler in add(module)} == {"orders", "audit"}
-    (record,) = caplog.records  # the user may have forgotten to register an instance
-    assert "Orders is a class and is not registered" in record.getMessage()
+    registry = Registry()
+    assert {handler.channel for handler in registry.add(module)} == {"orders", "audit"}
+    registry.warn_about_classes()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_class_of_a_registered_module_without_a_registered_instance_is_logged(caplog, later):
+    @channel("orders")
+    class Orders:
+        @consume
+        def place(self, order: Order) -> None: ...
+
+    Orders.__module__ = "handlers"
+
+    @consume("audit")
+    def audit(entry: dict) -> None: ...
+
+    registry = Registry()
+    registry.add(module_of(Orders=Orders, audit=audit))
+    if later:
+        registry.add(Orders())
+    registry.warn_about_classes()
+    warned = ["Orders is a class and is not registered" in text for text in caplog.messages]
+    assert warned == ([] if later else [True])
 
 
 def test_mocks_are_not_handlers():
@@ -457,8 +482,8 @@ def test_the_body_type_is_the_declared_type_or_that_of_the_handlers():
     assert registry.body_type("prices") is Order
     registry.add(consume("prices", broadcast=True, group="b")(handler_of(dict)))
     assert registry.body_type("prices") is None  # its handlers take different types
-    registry.declare(Channel("prices", int))
-    assert registry.body_type("prices") is int
+    registry.declare(Channel("prices", OrderRow))
+    assert registry.body_type("prices") is OrderRow
     registry.add(consume("raw")(lambda body: None))
     assert registry.body_type("raw") is None
     registry.add(consume("many", batch_size=5)(handler_of(list[Order])))
@@ -568,3 +593,129 @@ def test_an_unsupported_signature_is_rejected_with_the_parameter_and_the_reason(
 ):
     with pytest.raises(HandlerError, match=word):
         add(consume("orders", batch_size=batch_size)(function))
+
+
+# -- two decorators ----------------------------------------------------------------------------
+
+
+def test_stacked_consume_decorators_are_rejected_with_both_places():
+    with pytest.raises(ConfigError, match=r"handle has two @consume.*test_registry.*and.*:\d+; a"):
+
+        @consume("a")
+        @consume("b")
+        def handle(order: Order) -> None: ...
+
+
+def test_a_function_cannot_be_decorated_again_for_another_channel():
+    def handle(order: Order) -> None: ...
+
+    consume("b")(handle)
+    with pytest.raises(ConfigError, match="two @consume decorators"):
+        consume("a")(handle)
+    assert only(handle).channel == "b"
+
+
+def test_a_decorator_between_two_consume_decorators_does_not_hide_the_first():
+    def traced(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def call(*args: Any) -> None:
+            function(*args)
+
+        return call
+
+    with pytest.raises(ConfigError, match="two @consume decorators"):
+
+        @consume("a")
+        @traced
+        @consume("b")
+        def handle(order: Order) -> None: ...
+
+
+# -- the type of the channel and the type of the handler ---------------------------------------
+
+
+class Invoice(BaseModel):
+    number: str
+
+
+class PaidOrder(Order):
+    paid: bool = False
+
+
+class OrderRow(TypedDict):
+    id: int
+
+
+class Lenient(BaseModel):
+    id: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: object) -> object:
+        return {"id": value} if isinstance(value, int) else value
+
+
+@pytest.mark.parametrize(
+    ("sent", "taken"),
+    [
+        (int, dict),
+        (int, str),
+        (int, Order),
+        (str, list[int]),
+        (Order, int),
+        (Order, Invoice),
+        (list[int], list[Order]),
+        (list[int], dict[str, int]),
+        (int | None, dict),
+    ],
+)
+def test_a_handler_that_can_decode_no_message_of_its_channel_is_rejected(sent, taken):
+    def handle(body) -> None: ...
+
+    handle.__annotations__ = {"body": taken}
+    with pytest.raises(ConfigError, match=r"handle at .* takes .*, but Channel\('orders'"):
+        add(consume(Channel("orders", sent))(handle))
+    # The channel may also be declared after the handler.
+    registry = Registry()
+    handle.__dict__.clear()
+    registry.add(consume("orders")(handle))
+    with pytest.raises(ConfigError, match="no message could be decoded"):
+        registry.declare(Channel("orders", sent))
+    assert registry.channels["orders"].type is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "taken"),
+    [
+        (Order, Order),
+        (Order, dict),
+        (Order, OrderRow),
+        (Order, PaidOrder),
+        (PaidOrder, Order),
+        (dict, Order),
+        (Order, Invoice | Order),
+        (Order, object),
+        (Order, bytes),
+        (bytes, Order),
+        (int, Lenient),
+        (str, int),
+        (int, float),
+        (int, datetime),
+        (list[int], tuple[int, ...]),
+        (list[Order], list[dict]),
+        (int, Any),
+    ],
+)
+def test_a_handler_that_can_decode_messages_of_its_channel_is_accepted(sent, taken):
+    def handle(body) -> None: ...
+
+    handle.__annotations__ = {"body": taken}
+    add(consume(Channel("orders", sent))(handle))
+
+
+def test_a_batch_handler_is_compared_by_its_members():
+    @consume(Channel("orders", int), batch_size=3)
+    def handle(bodies: list[dict]) -> None: ...
+
+    with pytest.raises(ConfigError, match="takes dict"):
+        add(handle)

@@ -102,6 +102,12 @@ def test_a_consumer_declares_how_a_channel_is_consumed():
     )
 
 
+def test_a_channel_overrides_single_fields_of_the_retry_settings():
+    table = routes(retry={"max_attempts": 7, "initial_delay": 0.25, "jitter": 0})
+    policy = table.resolve(Channel("orders", retry=RetrySettings(max_attempts=2))).policy
+    assert (policy.max_attempts, policy.backoff.after(1)) == (2, 0.25)
+
+
 def test_in_a_native_directory_the_owner_limits_priorities(tmp_path):
     assert routes(path=tmp_path).resolve(Channel("orders")).max_priority == 255
     assert routes(path=tmp_path).resolve(Channel("few", max_priority=3)).max_priority == 3

@@ -86,11 +86,34 @@ def test_keyword_arguments_override_variables_which_override_the_file(
     monkeypatch.setenv("QKIT_SEND_TIMEOUT", "2")
     monkeypatch.setenv("QKIT_RETRY__MAX_ATTEMPTS", "2")
     monkeypatch.setenv("QKIT_RETRY__JITTER", "0.02")
-    settings = Settings.load(file, prefetch=3, retry={"max_attempts": 3})
-    assert (settings.prefetch, settings.send_timeout, settings.prefix) == (3, 2.0, "file.")
-    assert settings.retry == RetrySettings(max_attempts=3, jitter=0.02, max_delay=1)
-    whole = Settings.load(file, retry=RetrySettings(max_attempts=9))
-    assert whole.retry == RetrySettings(max_attempts=9)
+    for given in ({"max_attempts": 3}, RetrySettings(max_attempts=3)):
+        settings = Settings.load(file, prefetch=3, retry=given)
+        assert (settings.prefetch, settings.send_timeout, settings.prefix) == (3, 2.0, "file.")
+        assert settings.retry == RetrySettings(max_attempts=3, jitter=0.02, max_delay=1)
+
+
+def test_a_section_argument_leaves_the_variables_of_its_other_fields_in_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QKIT_RETRY__INITIAL_DELAY", "7")
+    retry = Settings(retry=RetrySettings(max_attempts=3, multiplier=2.0)).retry
+    assert (retry.max_attempts, retry.initial_delay) == (3, 7.0)
+    # A value that equals the default is still an argument, and overrides the variable.
+    assert Settings(retry=RetrySettings(initial_delay=1.0)).retry.initial_delay == 1.0
+    assert Settings(retry=RetrySettings()).retry.initial_delay == 7.0
+
+
+def test_a_section_of_the_wrong_class_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="retry"):
+        make(retry=ShutdownSettings())
+
+
+def test_settings_do_not_read_a_file_that_was_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qkit.toml").write_text("prefetch = 30\n")
+    monkeypatch.chdir(tmp_path)
+    assert Settings().prefetch is None
 
 
 def test_a_variable_may_hold_a_section_as_json_and_an_empty_one_is_unset(

@@ -8,6 +8,8 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 
+from qkit._internal.forks import in_child
+
 __all__ = ["IdGenerator", "new_id", "sent_at"]
 
 
@@ -67,7 +69,7 @@ class IdGenerator:
 
 _generator = IdGenerator()
 new_id = _generator.next
-os.register_at_fork(after_in_child=_generator.reseed)
+in_child(_generator.reseed)
 
 
 def sent_at(message_id: str) -> float | None:

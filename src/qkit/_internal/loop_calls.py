@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from qkit.errors import LifecycleError
 
-__all__ = ["LoopCall", "LoopCaller", "running_loop"]
+__all__ = ["LoopCall", "LoopCaller", "require_asyncio", "running_loop"]
 
 R = TypeVar("R")
 
@@ -24,6 +24,19 @@ STOPPED_LOOP_CHECKS = 10
 # ``asyncio.events.__all__`` contains this name despite its underscore.
 running_loop = asyncio._get_running_loop  # pyright: ignore[reportPrivateUsage]
 """Return the event loop that runs in this thread, or ``None``; never raise an exception."""
+
+
+def require_asyncio(operation: str) -> asyncio.AbstractEventLoop:
+    """Return the running event loop; raise ``LifecycleError`` if asyncio is not running."""
+    loop = running_loop()
+    if loop is None:
+        raise LifecycleError(
+            f"{operation}() needs a running asyncio event loop, and there is none in this thread: "
+            "use asyncio.run(…). trio is not supported; in a program without asyncio use "
+            "SyncQueueService, from a thread",
+            operation=operation,
+        )
+    return loop
 
 
 class LoopCaller:

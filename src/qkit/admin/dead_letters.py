@@ -26,6 +26,8 @@ class DeadLetters:
         channel: The name of the channel.
         queue: The name of the dead-letter queue on the broker.
         send: Sends envelopes to the channel.
+        check: Takes the name of an operation; raises ``LifecycleError`` unless the service is
+            running in this event loop.
 
     Example:
         >>> import asyncio
@@ -53,11 +55,13 @@ class DeadLetters:
         channel: str,
         queue: str,
         send: Callable[[Sequence[Envelope]], Awaitable[list[Sent]]],
+        check: Callable[[str], None],
     ) -> None:
         self._admin = admin
         self._channel = channel
         self._queue = queue
         self._send = send
+        self._check = check
 
     async def list(
         self,
@@ -80,6 +84,7 @@ class DeadLetters:
 
         Raises:
             ValueError: ``limit`` is less than 1.
+            LifecycleError: The service is not running, or runs in another event loop.
 
         Example:
             >>> import asyncio
@@ -90,6 +95,7 @@ class DeadLetters:
             >>> asyncio.run(main())
             []
         """
+        self._check("dead_letters().list")
         if limit < 1:
             raise ValueError(f"limit={limit!r}: must be at least 1")
         wanted_ids = {ids} if isinstance(ids, str) else None if ids is None else set(ids)
@@ -129,6 +135,7 @@ class DeadLetters:
         Raises:
             PartialSend: Some messages were not confirmed. Their dead letters are kept.
             ValueError: ``limit`` is less than 1.
+            LifecycleError: The service is not running, or runs in another event loop.
 
         Example:
             >>> import asyncio
@@ -139,6 +146,7 @@ class DeadLetters:
             >>> asyncio.run(main())
             0
         """
+        self._check("dead_letters().replay")
         letters = await self.list(
             MAX_LISTED if limit is None else limit, reason=reason, error=error, ids=ids
         )
@@ -200,6 +208,7 @@ class DeadLetters:
             >>> asyncio.run(main())
             0
         """
+        self._check("dead_letters().purge")
         try:
             if ids is None and reason is None and error is None:
                 return await self._admin.purge(self._queue)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from qkit._internal.names import check_name
@@ -24,13 +24,16 @@ class QueueAdmin:
     Args:
         wiring: The objects that the parts of the service share.
         producer: Sends replayed dead letters.
+        check: Takes the name of an operation on dead letters; raises ``LifecycleError`` unless the
+            service is running in this event loop.
     """
 
-    def __init__(self, wiring: Wiring, producer: Producer) -> None:
+    def __init__(self, wiring: Wiring, producer: Producer, check: Callable[[str], None]) -> None:
         self._backend = wiring.backend
         self._settings = wiring.settings
         self._routes = wiring.routes
         self._producer = producer
+        self._check = check
 
     async def queues(self) -> list[str]:
         """Return the names of all queues, sorted and without the prefix."""
@@ -88,6 +91,7 @@ class QueueAdmin:
             channel=name,
             queue=self._settings.broker_name(self._settings.dead_letter_name(check_name(name))),
             send=replay,
+            check=self._check,
         )
 
     async def _replay_heard(

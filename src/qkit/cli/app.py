@@ -15,7 +15,8 @@ __all__ = ["app"]
 app: typer.Typer = typer.Typer(
     help=(
         "Run workers, send messages, inspect queues and replay dead letters.\n\n"
-        "Settings come from [bold]QKIT_*[/] variables, [bold]./qkit.toml[/] or [bold]--config[/]."
+        "Settings come from [bold]QKIT_*[/] variables and from the file that [bold]--config[/] or "
+        "[bold]QKIT_CONFIG[/] names."
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,

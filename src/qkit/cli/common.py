@@ -51,7 +51,7 @@ Config = Annotated[
     Path | None,
     typer.Option(
         "--config", "-c", envvar="QKIT_CONFIG", metavar="FILE", rich_help_panel="Settings",
-        help="Settings file (TOML); default ./qkit.toml. QKIT_* variables override it.",
+        help="Settings file (TOML). QKIT_* variables override it.",
     ),
 ]  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -95,9 +95,8 @@ def _fail(error: Exception, code: int, error_format: ErrorFormat) -> typer.Exit:
 
 
 def find_settings(config: Path | None) -> Settings:
-    """Return the settings of a command, from a file and the environment."""
-    file = _file(config)
-    return Settings() if file is None else Settings.load(file)
+    """Return the settings of a command: ``--config`` or ``QKIT_CONFIG``, and the environment."""
+    return Settings() if config is None else Settings.load(config)
 
 
 def use_config(config: Path | None) -> None:
@@ -106,24 +105,17 @@ def use_config(config: Path | None) -> None:
     Raises:
         ConfigError: The file does not exist.
     """
-    file = _file(config)
-    if file is not None:
-        if not file.is_file():
-            raise ConfigError(f"--config {file}: no such file")
-        os.environ["QKIT_CONFIG"] = str(file.resolve())
+    if config is not None:
+        if not config.is_file():
+            raise ConfigError(f"--config {config}: no such file")
+        os.environ["QKIT_CONFIG"] = str(config.resolve())
 
 
 def _passive_settings(config: Path | None) -> Settings:
     """Return the settings of a command that declares no queues."""
-    file = _file(config)
-    if file is None:
+    if config is None:
         return Settings(declare="passive", dead_letter={"enabled": False})
-    return Settings.load(file, declare="passive", dead_letter={"enabled": False})
-
-
-def _file(config: Path | None) -> Path | None:
-    here = Path("qkit.toml")
-    return here if config is None and here.is_file() else config
+    return Settings.load(config, declare="passive", dead_letter={"enabled": False})
 
 
 def run(main: Coroutine[object, object, T]) -> T:
@@ -158,10 +150,11 @@ async def service_on(
     """Open a service and its backend; see ``service``."""
     settings = find_settings(config) if declares else _passive_settings(config)
     if settings.type == "native" and settings.path is None:
+        unread = _unread_file_hint(config)
         raise ConfigError(
             "these settings keep queues in the memory of one process, which a command cannot "
             "reach: set a directory (QKIT_PATH=data), a broker (QKIT_TYPE and QKIT_URL), or a "
-            "settings file (--config)"
+            f"settings file (--config or QKIT_CONFIG){unread}"
         )
     # The command reports errors itself; log lines would clutter its output.
     for name in LOGGERS:
@@ -175,6 +168,13 @@ async def service_on(
                     "yellow",
                 )
         yield running, backend
+
+
+def _unread_file_hint(config: Path | None) -> str:
+    """Return a hint if ``./qkit.toml`` exists, because it is only read if it is named."""
+    if config is None and Path("qkit.toml").is_file():
+        return ". ./qkit.toml was not read: pass --config qkit.toml"
+    return ""
 
 
 def confirm(question: str, yes: bool) -> bool:

@@ -42,7 +42,8 @@ class ChannelOptions(TypedDict, total=False):
             ``publish`` instead of ``send``. Default: false.
         prefetch: How many unsettled messages a consumer may hold, from 1 to 1000.
         dead_letter: Store messages that failed for good in the dead-letter queue.
-        retry: When failed messages are retried, and how many times.
+        retry: When failed messages are retried, and how many times. Fields that it does not set
+            come from the settings.
         retry_on: Retry only these exceptions; any other failure is final. Default: all.
         dead_on: Exceptions that are final at the first failure. Default: none.
         ordered: Handle messages with the same key one at a time and in order. Retries are inline.

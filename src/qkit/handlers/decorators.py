@@ -199,7 +199,8 @@ def consume(
 
     Raises:
         InvalidName: The name of the channel or group is not valid on every broker.
-        ConfigError: A value is out of range, or an option is unknown or invalid.
+        ConfigError: A value is out of range, an option is unknown or invalid, or the function
+            already has a ``@consume`` decorator.
 
     Example:
         >>> from qkit import consume
@@ -238,6 +239,13 @@ def _attach_metadata(function: F, metadata: ConsumeMetadata) -> F:
     target: object = getattr(function, "__func__", function)
     if isinstance(target, type) or not callable(target):
         raise ConfigError(f"@consume: expected a function or method, got {function!r}")
+    earlier = ConsumeMetadata.of(target)
+    if earlier is not None:
+        raise ConfigError(
+            f"{getattr(target, '__qualname__', target)} has two @consume decorators, at "
+            f"{earlier.location} and {metadata.location}; a function handles one channel: write a "
+            "second function that calls the first"
+        )
     setattr(target, _CONSUME_ATTRIBUTE, metadata)
     return function
 

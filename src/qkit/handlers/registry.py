@@ -11,8 +11,10 @@ from typing import cast, get_args
 
 from qkit._internal.logging import logger
 from qkit._internal.names import check_name
+from qkit.codec.codec import type_name
 from qkit.errors import ConfigError
 from qkit.handlers.channel import Channel
+from qkit.handlers.compatibility import never_matches
 from qkit.handlers.decorators import ConsumeMetadata, QueueMetadata
 from qkit.handlers.signature import ParamMetadata, is_async, qualified_name, resolve_parameters
 
@@ -101,18 +103,26 @@ class Registry:
         self._queues = queues
         self.channels: dict[str, Channel[object]] = {}
         self.handlers: list[Handler] = []
+        self._module_classes: list[type] = []  # @channel classes of registered modules
 
     def declare(self, declared: Channel[object]) -> Channel[object]:
         """Add a channel, or merge it with an earlier declaration; return the result."""
         known = self.channels.get(declared.name)
-        self.channels[declared.name] = declared if known is None else known.merge(declared)
-        return self.channels[declared.name]
+        merged = declared if known is None else known.merge(declared)
+        if known is None or merged.type != known.type:
+            for handler in self.handlers:
+                if handler.channel == declared.name:
+                    _check_body_type(merged, handler)
+        self.channels[declared.name] = merged
+        return merged
 
     def add(self, target: object) -> list[Handler]:
         """Register the handlers of a function, an instance or a module.
 
         If a handler is rejected, no handler is added.
         """
+        if isinstance(target, types.ModuleType):
+            self._module_classes += _channel_classes(target)
         channels, handlers = dict(self.channels), list(self.handlers)
         try:
             added = [self._add(*found) for found in _find_handlers(target)]
@@ -120,6 +130,21 @@ class Registry:
             self.channels, self.handlers = channels, handlers
             raise
         return added
+
+    def warn_about_classes(self) -> None:
+        """Log each ``@channel`` class of a registered module of which no instance is registered.
+
+        Called at the start of the service, because an instance may be registered after its module.
+        """
+        owners = [getattr(handler.call, "__self__", None) for handler in self.handlers]
+        for item in dict.fromkeys(self._module_classes):
+            if not any(isinstance(owner, item) for owner in owners):
+                logger.warning(
+                    "%s is a class and is not registered: registering module %s registers only its "
+                    "functions and instances; register an instance of the class as well",
+                    item.__qualname__,
+                    item.__module__,
+                )
 
     def handles(self, channel: str) -> bool:
         """Return whether a handler of this registry consumes the channel."""
@@ -170,6 +195,7 @@ class Registry:
             params=resolve_parameters(call, name, batch=metadata.batch_size is not None),
             metadata=metadata,
         )
+        _check_body_type(declared, handler)
         self.handlers.append(handler)
         return handler
 
@@ -177,10 +203,20 @@ class Registry:
 _Found = tuple[Callable[..., object], ConsumeMetadata, Channel[object] | None]
 
 
+def _check_body_type(channel: Channel[object], handler: Handler) -> None:
+    """Raise ``ConfigError`` if the handler can decode no message of the channel."""
+    if channel.type is not None and never_matches(channel.type, handler.body_type):
+        raise ConfigError(
+            f"{handler.name} at {handler.metadata.location} takes {type_name(handler.body_type)}, "
+            f"but {channel!r} at {channel.location} holds {type_name(channel.type)}: no message "
+            "could be decoded; use the same type in both places"
+        )
+
+
 def _find_handlers(target: object) -> Sequence[_Found]:
     """Return each handler in ``target`` with its metadata and the channel of its class."""
     if isinstance(target, types.ModuleType):
-        found = [item for value in vars(target).values() for item in _module_member(target, value)]
+        found = [item for value in vars(target).values() for item in _module_member(value)]
     elif isinstance(target, type):
         raise ConfigError(
             f"{target.__qualname__} is a class; register an instance: "
@@ -200,15 +236,19 @@ def _find_handlers(target: object) -> Sequence[_Found]:
     return found
 
 
-def _module_member(module: types.ModuleType, value: object) -> Iterable[_Found]:
+def _channel_classes(module: types.ModuleType) -> list[type]:
+    """Return the ``@channel`` classes that a module defines."""
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and QueueMetadata.of(value) is not None
+        and value.__module__ == module.__name__
+    ]
+
+
+def _module_member(value: object) -> Iterable[_Found]:
     if isinstance(value, type):
-        if QueueMetadata.of(value) is not None and value.__module__ == module.__name__:
-            logger.warning(
-                "%s is a class and is not registered: registering module %s registers only its "
-                "functions and instances; register an instance of the class as well",
-                value.__qualname__,
-                module.__name__,
-            )
         return ()
     own = ConsumeMetadata.of(value)
     if own is not None and callable(value):

@@ -223,7 +223,9 @@ class RouteTable:
         own = self._own_dead_letter_spec(name)
         topic = options.get("broadcast", False) or not self._can.queues
         broadcast = topic and own is None
-        retry = options.get("retry", settings.retry)
+        retry = settings.retry
+        if (own_retry := options.get("retry")) is not None:
+            retry = retry.model_copy(update=own_retry.model_dump(exclude_unset=True))
         policy = self._policy(channel, retry, inline=ordered or not self._can.delay)
         lease = options.get("ack_deadline", settings.ack_deadline) if self._can.lease else None
         handled = self._registry.handles(name)

@@ -13,7 +13,6 @@ their numbers, regardless of their times, because an older version did not set t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 from time import time_ns
 from typing import Final, NamedTuple, Self
 
+from qkit._internal.file_lock import lock_file
 from qkit._internal.ids import new_id
 from qkit._internal.names import check_name
 from qkit.errors import ConfigError, LogDamaged, StorageError
@@ -231,7 +231,7 @@ def committing(path: str | os.PathLike[str]) -> Generator[None]:
     """Hold the inbox lock, so that no other process commits at the same time."""
     fd = os.open(Path(path) / "inbox", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock_file(fd)
         yield
     finally:
         os.close(fd)

@@ -20,6 +20,7 @@ from typing import Final, Self
 
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.ids import new_id
+from qkit._internal.loop_calls import require_asyncio
 from qkit._internal.names import check_name
 from qkit.backend import QueueStats
 from qkit.errors import (
@@ -59,7 +60,7 @@ class Engine:
 
     Use an engine as an async context manager, once. Its coroutines, and those of a ``Delivery``,
     may be awaited in any thread and event loop while the loop that opened the engine runs, except
-    where a method says otherwise.
+    where a method says otherwise. In a forked child process they raise ``LifecycleError``.
 
     Args:
         clock: Source of time. Default: the system clock.
@@ -149,6 +150,7 @@ class Engine:
             >>> asyncio.run(main())
             True
         """
+        require_asyncio("Engine.open")  # before the directory is locked
         engine = cls(clock=clock, defaults=defaults)
         storage = Storage(
             Disk(path),
@@ -185,7 +187,7 @@ class Engine:
             >>> asyncio.run(main())
             True
         """
-        loop = asyncio.get_running_loop()
+        loop = require_asyncio("Engine.attach")
         replay = await storage.recover()
         self._loop, self._storage, self._journal = loop, storage, storage.journal
         self.portal.open(loop)
@@ -269,7 +271,7 @@ class Engine:
             raise LifecycleError("an engine can be opened only once: create a new one")
         self._entered = True
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+            self._loop = require_asyncio("Engine")
             self.portal.open(self._loop)
         return self
 
@@ -299,6 +301,7 @@ class Engine:
             >>> asyncio.run(main())
             True
         """
+        self.portal.check_process()
         if get_ident() != self.portal.thread and (self._closed or self.portal.accepts_calls):
             with contextlib.suppress(LifecycleError):  # already closed
                 await self.portal.run(self.aclose)
@@ -319,6 +322,7 @@ class Engine:
 
         This is too slow to call for each message.
         """
+        self.portal.check_process()
         if self._closed or self._loop is None:
             state = "closed" if self._closed else "not open: use 'async with Engine() as engine'"
             raise LifecycleError(f"the engine is {state}", backend="native")

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.coroutines import returns_coroutine
 from qkit._internal.logging import logger
-from qkit._internal.loop_calls import running_loop
+from qkit._internal.loop_calls import require_asyncio, running_loop
 from qkit._internal.signals import handle_signals
 from qkit.admin.dead_letters import DeadLetters
 from qkit.admin.queues import QueueAdmin
@@ -47,10 +47,11 @@ class QueueService:
     """Asynchronous service that sends messages and runs handlers.
 
     Register handlers first, then use ``async with service:`` or ``run``. A service cannot be
-    restarted after its shutdown.
+    restarted after its shutdown. It belongs to the event loop in which it was started: in another
+    event loop, and in a forked child process, its calls raise ``LifecycleError``.
 
     Args:
-        settings: The settings. Default: read from the environment and the configuration file.
+        settings: The settings. Default: ``Settings()``, which reads ``QKIT_*`` variables.
         backend: A backend to use instead of the one in the settings. Default: none.
         middleware: Functions wrapped around every handler call, outermost first. Default: none.
         clock: The source of time. Default: the system clock.
@@ -122,7 +123,7 @@ class QueueService:
         self._runtime = ServiceRuntime(wiring, background_timers=background_timers)
         self._backend = backend
         self._producer = self._runtime.producer
-        self._admin = QueueAdmin(wiring, self._producer)
+        self._admin = QueueAdmin(wiring, self._producer, self._runtime.require_in_loop)
 
     def replace_backend_for_testing(
         self, backend: Backend, clock: Clock, wrap_handler: Callable[[Handler], Handler]
@@ -308,7 +309,7 @@ class QueueService:
             ConfigError: The settings or the options of a channel or handler are invalid.
             Unsupported: The backend lacks a feature that a channel or handler needs.
             BackendUnavailable: The broker cannot be reached.
-            LifecycleError: The service was shut down.
+            LifecycleError: The service was shut down, or runs in another event loop or process.
 
         Example:
             >>> import asyncio
@@ -343,7 +344,7 @@ class QueueService:
             >>> asyncio.run(main())
             closed
         """
-        loop = asyncio.get_running_loop()
+        loop = require_asyncio("run")
 
         def first(name: str) -> None:
             logger.info("%s: shutting down; a second signal cancels running handlers", name)
@@ -499,9 +500,9 @@ class QueueService:
             The id of the message and, if the broker reports it, its position.
 
         Raises:
-            LifecycleError: The service is not running, or the call was made outside its event loop.
-                The call itself raises the latter; all other errors are raised when the result
-                is awaited.
+            LifecycleError: The service is not running, or the call was made outside its event loop
+                or in a forked child process. The call itself raises the latter two; all other
+                errors are raised when the result is awaited.
             InvalidBody: The body does not match the channel's type. Nothing was sent.
             InvalidPriority: The priority is out of range. Nothing was sent.
             InvalidHeader: A header is invalid or reserved. Nothing was sent.
@@ -650,6 +651,7 @@ class QueueService:
             paused
         """
         self._runtime.require("pause", "running")
+        self._runtime.check_other_loop("pause")
         for consumer in self._runtime.consumers.consumers_of(name_of(channel), "pause"):
             consumer.pause()
 
@@ -679,6 +681,7 @@ class QueueService:
             consuming
         """
         self._runtime.require("resume", "running")
+        self._runtime.check_other_loop("resume")
         for consumer in self._runtime.consumers.consumers_of(name_of(channel), "resume"):
             consumer.resume()
 
@@ -777,7 +780,7 @@ class QueueService:
 
         Raises:
             Unsupported: The backend cannot administer queues.
-            LifecycleError: The service is not running.
+            LifecycleError: The service is not running, or runs in another event loop.
 
         Example:
             >>> import asyncio
@@ -803,7 +806,7 @@ class QueueService:
         Raises:
             QueueNotFound: There is no such queue.
             Unsupported: The backend does not report statistics.
-            LifecycleError: The service is not running.
+            LifecycleError: The service is not running, or runs in another event loop.
 
         Example:
             >>> import asyncio
@@ -831,7 +834,7 @@ class QueueService:
             QueueNotFound: There is no such queue.
             Unsupported: The backend cannot peek.
             ValueError: ``limit`` is less than 1.
-            LifecycleError: The service is not running.
+            LifecycleError: The service is not running, or runs in another event loop.
 
         Example:
             >>> import asyncio
@@ -857,7 +860,7 @@ class QueueService:
         Raises:
             QueueNotFound: There is no such queue.
             Unsupported: The backend cannot purge.
-            LifecycleError: The service is not running.
+            LifecycleError: The service is not running, or runs in another event loop.
 
         Example:
             >>> import asyncio
@@ -880,7 +883,7 @@ class QueueService:
         Raises:
             QueueNotFound: There is no such queue.
             Unsupported: The backend cannot delete queues.
-            LifecycleError: The service is not running.
+            LifecycleError: The service is not running, or runs in another event loop.
 
         Example:
             >>> import asyncio
@@ -906,7 +909,7 @@ class QueueService:
 
         Raises:
             Unsupported: The backend keeps no dead letters.
-            LifecycleError: The service is not running.
+            LifecycleError: The service is not running, or runs in another event loop.
 
         Example:
             >>> import asyncio
@@ -917,8 +920,9 @@ class QueueService:
             >>> asyncio.run(main())
             []
         """
-        return self._administer("dead_letters").dead_letters(name_of(name))
+        self._runtime.require_sending("dead_letters")  # callable without a loop; it sends nothing
+        return self._admin.dead_letters(name_of(name))
 
     def _administer(self, operation: str) -> QueueAdmin:
-        self._runtime.require_sending(operation)
+        self._runtime.require_in_loop(operation)
         return self._admin

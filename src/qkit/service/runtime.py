@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from dataclasses import replace
 from typing import Literal
 
+from qkit._internal.forks import watch_forks
 from qkit._internal.logging import logger
-from qkit._internal.loop_calls import LoopCaller, running_loop
+from qkit._internal.loop_calls import LoopCaller, require_asyncio, running_loop
 from qkit.backend import DeadLetterSource, DroppedLetterSource
 from qkit.consuming.consumer_pool import ConsumerPool
 from qkit.consuming.settlement import record_dead_letter
@@ -25,7 +27,8 @@ from qkit.wiring import Wiring
 
 __all__ = ["ServiceRuntime"]
 
-State = Literal["new", "starting", "running", "stopping", "closed"]
+State = Literal["new", "starting", "running", "stopping", "closed", "forked"]
+"""``forked``: this is a copy, in a child process, of a service that was started before the fork."""
 
 LOOP_STALL_SECONDS = 4.0  # the loop counts as blocked if the monitor has not run for this long
 CLOSE_TIMEOUT = 5.0  # seconds, for the backend and for event listeners
@@ -65,16 +68,21 @@ class ServiceRuntime:
         self._lifecycle_lock = asyncio.Lock()  # serializes start and shutdown
         self._loop_caller: LoopCaller | None = None
         self._exiting: asyncio.Task[None] | None = None  # raises a handler's ``SystemExit``
+        self._process = 0  # the process in which the service was started
+        watch_forks(self)
 
     async def start(self) -> None:
         """Connect, declare all channels and start the consumers; see ``QueueService.start``."""
+        # Before the lock, which a task of the parent process or of another loop may hold.
+        self._check_owner("start")
+        loop = require_asyncio("start")
         async with self._lifecycle_lock:
             if self.state == "running":
                 return
             self.require("start", "new")
             planned = self._plan()
             self.state = "starting"
-            self._bind(asyncio.get_running_loop())
+            self._bind(loop)
             self._connection.transition_to(ConnectionState.CONNECTING)
             try:
                 await self._open(planned)
@@ -96,6 +104,7 @@ class ServiceRuntime:
             Each handler with the route of its channel.
         """
         self._routes.check_settings()
+        self.wiring.registry.warn_about_classes()
         planned: list[tuple[Route, Handler]] = []
         for channel in list(self.wiring.registry.channels.values()):
             self._routes.resolve(channel)
@@ -132,6 +141,8 @@ class ServiceRuntime:
 
     async def shutdown(self, timeout: float | None = None) -> None:
         """Drain the service and close the backend; see ``QueueService.shutdown``."""
+        self._check_owner("shutdown")
+        require_asyncio("shutdown")
         task = asyncio.create_task(self._shut_down(timeout), name="qkit shutdown")
         # A shutdown always completes; if the caller is cancelled, that is raised afterwards.
         cancelled: asyncio.CancelledError | None = None
@@ -266,6 +277,7 @@ class ServiceRuntime:
         """Raise ``LifecycleError`` for ``operation`` unless the service is in ``state``."""
         if self.state == state:
             return
+        self._check_process(operation)
         advice = {
             "new": "start it first: `async with service:` or `await service.start()`",
             "starting": "wait until start() has returned",
@@ -277,8 +289,48 @@ class ServiceRuntime:
             f"{operation}() on a service that is {self.state}: {advice}", operation=operation
         )
 
+    def require_in_loop(self, operation: str) -> None:
+        """Raise ``LifecycleError`` unless the service is running or draining in this event loop."""
+        self.require_sending(operation)
+        self.check_other_loop(operation)
+
+    def check_other_loop(self, operation: str) -> None:
+        """Raise ``LifecycleError`` if this thread runs an event loop other than the service's."""
+        running = running_loop()
+        if self.loop is None or running is None or running is self.loop:
+            return
+        raise LifecycleError(
+            f"{operation}() in an event loop other than the one in which the service was started; "
+            "nothing was sent to the broker. Connections belong to one event loop: start, use and "
+            "shut down a service in the same one (for example in one asyncio.run), or create a "
+            "service for each",
+            operation=operation,
+        )
+
+    def _check_owner(self, operation: str) -> None:
+        """Raise ``LifecycleError`` in another event loop and in a forked child process."""
+        self._check_process(operation)
+        self.check_other_loop(operation)
+
+    def _check_process(self, operation: str) -> None:
+        if self.state == "forked":
+            raise LifecycleError(
+                f"{operation}() in a forked child process: the service was started in process "
+                f"{self._process}; create and start a service in each process",
+                operation=operation,
+            )
+
+    def after_fork(self) -> None:
+        """Reject all calls in a child process, where the event loop of the service does not run."""
+        if self.state in ("starting", "running", "stopping"):
+            self.state = "forked"
+            self.producer.close()
+            self._bind(None)
+
     def _bind(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Set the event loop of the service; ``None`` clears it."""
+        if loop is not None:
+            self._process = os.getpid()
         self.loop = loop
         self._loop_caller = None if loop is None else LoopCaller(loop)
 
@@ -288,6 +340,7 @@ class ServiceRuntime:
         A service that is not running has no event loop. In that case any loop passes, and awaiting
         the send raises the error.
         """
+        self._check_process(operation)
         running = running_loop()
         if running is not None and (self.loop is None or running is self.loop):
             return

@@ -1,7 +1,7 @@
 """``Settings`` and its sections, validated before anything connects.
 
 Values come from keyword arguments, ``QKIT_*`` environment variables (``QKIT_RETRY__MAX_ATTEMPTS``
-for a nested field) and, with ``Settings.load``, a TOML file. Durations are in seconds. A single
+for a nested field), a TOML file and defaults, in this order. Durations are in seconds. A single
 ``ConfigError`` lists all problems, one per line, and never contains a password.
 """
 
@@ -207,9 +207,10 @@ class Settings(BaseSettings):
     """Settings of a service, immutable and validated.
 
     Keyword arguments override ``QKIT_*`` variables, which override the file that ``load`` or the
-    variable ``QKIT_CONFIG`` names. Sections are merged field by field: with
-    ``retry={"max_attempts": 5}``, ``QKIT_RETRY__JITTER`` still applies. A section that is passed as
-    an instance, ``retry=RetrySettings(…)``, is used unchanged. An empty variable counts as unset.
+    variable ``QKIT_CONFIG`` names, which overrides the defaults. No other file is read. Sections
+    are merged field by field: with ``retry=RetrySettings(max_attempts=5)`` or
+    ``retry={"max_attempts": 5}``, ``QKIT_RETRY__JITTER`` still applies. An empty variable counts as
+    unset.
 
     Attributes:
         type: Backend: ``native``, ``rabbitmq``, ``kafka``, ``redis`` or the name of an installed
@@ -317,7 +318,7 @@ class Settings(BaseSettings):
     ) -> None:
         cls = self.__class__
         layers: list[tuple[str, Mapping[str, object]]] = [
-            ("", cast("Mapping[str, object]", values)),
+            ("", cls._given_fields(cast("Mapping[str, object]", values))),
             (error_messages.PREFIX, sources.Environment(cls)()),
         ]
         file = _file or sources.file_from_environment(os.environ)
@@ -349,6 +350,17 @@ class Settings(BaseSettings):
         self._implicit_mode = implicit_mode
         if implicit_mode:
             _warn_default_mode(3 if _file is None else 4)
+
+    @classmethod
+    def _given_fields(cls, values: Mapping[str, object]) -> dict[str, object]:
+        """Replace each section by a dict of the fields that were passed to it."""
+        given = dict(values)
+        for name, value in values.items():
+            field = cls.model_fields.get(name)
+            # A section of another class is left as it is, for validation to reject.
+            if isinstance(value, _Section) and field and field.annotation is type(value):
+                given[name] = value.model_dump(exclude_unset=True)
+        return given
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], /, **overrides: Unpack[SettingsValues]) -> Self:

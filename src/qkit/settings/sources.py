@@ -37,8 +37,7 @@ def merge(
 ) -> tuple[dict[str, object], dict[tuple[str, ...], str]]:
     """Merge sources; an earlier source overrides a later one.
 
-    A dict is a section and is merged field by field. A section that is passed as an instance is
-    used unchanged.
+    A dict is a section and is merged field by field.
 
     Returns:
         The merged values, and the origin of each value for error messages.

@@ -9,7 +9,6 @@ is in a staging file, and the file is removed only when Spark no longer needs it
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
+from qkit._internal.file_lock import lock_file
 from qkit.errors import ConfigError, StorageError
 from qkit.message import Envelope
 from qkit.native.log.disk import sync_path
@@ -137,7 +137,7 @@ class StagingArea:
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while True:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(fd, wait=False)
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:

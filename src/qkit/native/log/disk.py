@@ -10,19 +10,22 @@ loses power, fills up or fails.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 from pathlib import Path
 from typing import Final
 
+from qkit._internal.file_lock import lock_file, require_file_locks
 from qkit.errors import LogLocked, StorageError
 
 __all__ = ["Disk", "sync_path"]
 
 # O_NONBLOCK: opening a named pipe that was planted here must not block. Regular files are not
 # affected.
-_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+# Without these flags the module can still be imported; ``Disk`` then raises ``Unsupported``.
+_FLAGS: Final = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+)
 
 
 class Disk:
@@ -37,9 +40,11 @@ class Disk:
     Raises:
         LogLocked: Another process has the directory open.
         StorageError: The directory cannot be used.
+        Unsupported: This system has no POSIX file locks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        require_file_locks()
         self.path: Path = Path(path)
         self._open: list[int] = []  # descriptors; closed in reverse order, so the lock last
         try:
@@ -83,7 +88,7 @@ class Disk:
         self._open.insert(0, fd)
         _make_private(fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(fd, wait=False)
         except BlockingIOError:
             text = os.pread(fd, 32, 0).strip()
             pid = int(text) if text.isdigit() else None

@@ -8,7 +8,6 @@ and replaces segments. So no segment that a reader has retained is replaced.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, cast
 
+from qkit._internal.file_lock import lock_file
 from qkit.errors import ConfigError
 from qkit.native.log.disk import sync_path
 
@@ -107,7 +107,7 @@ def _border(directory: Path, now: float) -> int | None:
 def _locked(path: Path) -> Generator[None]:
     fd = os.open(path / "log", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock_file(fd)
         yield
     finally:
         os.close(fd)
