@@ -16,11 +16,13 @@ from qkit.backend import Capabilities, QueueSpec, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.common.errors import queue_full
 from qkit.backends.rabbitmq import codec
+from qkit.backends.rabbitmq.active_lock import ActiveLocks
 from qkit.backends.rabbitmq.admin import RabbitMQAdmin
 from qkit.backends.rabbitmq.codec import DEFAULT_FRAME_BYTES, DEFAULT_PRIORITY
 from qkit.backends.rabbitmq.connection import ConnectionParameters, ReconnectingConnection
 from qkit.backends.rabbitmq.delay import MAX_DELAY_SECONDS, DelayCascade
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
+from qkit.backends.rabbitmq.ordered_subscription import OrderedSubscription
 from qkit.backends.rabbitmq.publisher import OutgoingMessage, Publisher
 from qkit.backends.rabbitmq.subscription import RabbitSubscription
 from qkit.backends.rabbitmq.topology import Topology, group_queue
@@ -114,6 +116,7 @@ class RabbitMQBackend(RabbitMQAdmin):
         )
         self._sending = ReconnectingConnection(parameters, "sending")
         self._consuming = ReconnectingConnection(parameters, "consuming")
+        self._active_locks = ActiveLocks(self._consuming)
         self._publisher = Publisher(self._sending)
         self._topology = Topology(
             quorum=self._quorum,
@@ -346,7 +349,8 @@ class RabbitMQBackend(RabbitMQAdmin):
 
         Raises:
             QueueNotFound: The queue or topic does not exist.
-            ConfigError: Retries need the delay cascade, which is missing or may not be bound.
+            ConfigError: Retries need the delay cascade, which is missing or may not be bound; or
+                the subscription is ordered and the user may not create its lock.
         """
         return self._subscription(spec)
 
@@ -361,14 +365,7 @@ class RabbitMQBackend(RabbitMQAdmin):
                 queue = await self._join(declared or QueueSpec(name=queue, broadcast=True), spec)
             if spec.needs_delay:
                 await self._check_delays(queue, declared)
-            subscription = RabbitSubscription(
-                self._consuming,
-                spec,
-                queue,
-                clock=self._clock,
-                republish=self._republish,
-                copies=self._quorum,
-            )
+            subscription = self._new_subscription(spec, queue)
             try:
                 await subscription.open()
             except BaseException:
@@ -378,6 +375,26 @@ class RabbitMQBackend(RabbitMQAdmin):
             yield subscription
         finally:
             await run_to_completion(subscription.leave())  # returns messages in flight to the queue
+
+    def _new_subscription(self, spec: SubscriptionSpec, queue: str) -> RabbitSubscription:
+        if spec.ordered:
+            return OrderedSubscription(
+                self._consuming,
+                spec,
+                queue,
+                clock=self._clock,
+                republish=self._republish,
+                copies=self._quorum,
+                locks=self._active_locks,
+            )
+        return RabbitSubscription(
+            self._consuming,
+            spec,
+            queue,
+            clock=self._clock,
+            republish=self._republish,
+            copies=self._quorum,
+        )
 
     async def _join(self, topic: QueueSpec, spec: SubscriptionSpec) -> str:
         """Declare the queue of a topic's group; return its name."""

@@ -150,6 +150,12 @@ class ReconnectingConnection:
         self._abort()
 
     @property
+    def is_open(self) -> bool:
+        """Whether the connection is open."""
+        connection = self._shared.value
+        return connection is not None and connection.is_opened
+
+    @property
     def frame(self) -> int:
         """Largest frame in bytes that the broker accepts; RabbitMQ's default if not connected."""
         return max_frame_bytes(self._shared.value) or DEFAULT_FRAME_BYTES
@@ -208,8 +214,7 @@ class ReconnectingConnection:
 
     def ping_soon(self) -> None:
         """Check the connection in the background if it is open."""
-        connection = self._shared.value
-        if connection is not None and connection.is_opened:
+        if self.is_open:
             self._start_probe()
 
     def _start_probe(self) -> asyncio.Task[None]:
