@@ -24,6 +24,7 @@ from qkit.backends.rabbitmq.delay import MAX_DELAY_SECONDS, DelayCascade
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
 from qkit.backends.rabbitmq.ordered_subscription import OrderedSubscription
 from qkit.backends.rabbitmq.publisher import OutgoingMessage, Publisher
+from qkit.backends.rabbitmq.queue_reader import QueueReader
 from qkit.backends.rabbitmq.subscription import RabbitSubscription
 from qkit.backends.rabbitmq.topology import Topology, group_queue
 from qkit.errors import (
@@ -57,6 +58,7 @@ def from_settings(settings: Settings, clock: Clock) -> RabbitMQBackend:
         replicas=settings.replicas,
         timeout=settings.send_timeout,
         dead_letter_suffix=settings.dead_letter_name("") if letters.enabled else None,
+        listed_suffix=settings.dead_letter_name(""),
         dead_letter_max_size=letters.max_size,
         tls_ca_file=settings.tls_ca_file,
         tls_cert_file=settings.tls_cert_file,
@@ -75,6 +77,8 @@ class RabbitMQBackend(RabbitMQAdmin):
         timeout: Seconds to wait for a response from the broker; 10 by default.
         dead_letter_suffix: Suffix of dead-letter queue names, ``.dlq`` by default; ``None`` if the
             service does not use dead letters.
+        listed_suffix: Suffix of dead-letter queue names, even if the service does not use them;
+            ``dead_letter_suffix`` by default, or ``.dlq`` if that is ``None``.
         dead_letter_max_size: Maximum number of messages in the dead-letter queue of a channel that
             disables dead letters; 10,000 by default. Only the broker dead-letters messages there.
         tls_ca_file: PEM file of trusted CA certificates; those of the system by default.
@@ -98,6 +102,7 @@ class RabbitMQBackend(RabbitMQAdmin):
         quorum: bool | None = None,
         timeout: float = 10.0,
         dead_letter_suffix: str | None = ".dlq",
+        listed_suffix: str | None = None,
         dead_letter_max_size: int = 10_000,
         tls_ca_file: str | Path | None = None,
         tls_cert_file: str | Path | None = None,
@@ -116,8 +121,11 @@ class RabbitMQBackend(RabbitMQAdmin):
         )
         self._sending = ReconnectingConnection(parameters, "sending")
         self._consuming = ReconnectingConnection(parameters, "consuming")
+        self._reading = ReconnectingConnection(parameters, "reading")
         self._active_locks = ActiveLocks(self._consuming)
         self._publisher = Publisher(self._sending)
+        self._letters_suffix = listed_suffix or dead_letter_suffix or ".dlq"
+        self._reader = QueueReader(self._reading, self._publisher, self._counts_reads)
         self._topology = Topology(
             quorum=self._quorum,
             replicas=replicas,
@@ -142,6 +150,7 @@ class RabbitMQBackend(RabbitMQAdmin):
         with translate_errors("start"):
             connection = await self._consuming.connect()
             self._sending.enable()
+            self._reading.enable()
             self._publisher.enable()
         version = str(connection.server_properties.get("version", ""))
         if _version(version) < MIN_VERSION:
@@ -416,12 +425,14 @@ class RabbitMQBackend(RabbitMQAdmin):
             BackendUnavailable: The broker does not respond in time.
         """
         self._sending.ping_soon()
+        self._reading.ping_soon()
         await self._consuming.ping()
 
     async def aclose(self) -> None:
         """Close the channels, then the connections; idempotent."""
         await self._publisher.aclose()
         await self._sending.aclose()
+        await self._reading.aclose()
         await self._consuming.aclose()
 
     # DroppedLetterSource. Not DeadLetterSource: RabbitMQ does not report the messages that it

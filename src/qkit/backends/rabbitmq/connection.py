@@ -104,7 +104,7 @@ class ReconnectingConnection:
 
     Args:
         parameters: Connection parameters.
-        purpose: ``sending`` or ``consuming``, shown in the connection name.
+        purpose: ``sending``, ``consuming`` or ``reading``, shown in the connection name.
     """
 
     def __init__(self, parameters: ConnectionParameters, purpose: str) -> None:

@@ -180,7 +180,7 @@ class RabbitSubscription:
         found: list[Delivery] = []
         now = self._clock.time()
         for received in taken:
-            envelope = codec.decode(received.properties, received.message.body)
+            envelope = codec.decode(received.properties, received.message.body, now=now)
             if self._counts_deliveries:
                 envelope.attempt += codec.deliveries(received.properties)
             self._held.add(received)
@@ -359,7 +359,8 @@ class RabbitSubscription:
             if not self._copies:
                 self._requeue(received)
                 continue
-            envelope = codec.decode(received.properties, received.message.body)
+            now = self._clock.time()
+            envelope = codec.decode(received.properties, received.message.body, now=now)
             attempts = envelope.attempt + codec.deliveries(received.properties)
             copy = self._encode_copy(received, envelope, attempts)
             try:
