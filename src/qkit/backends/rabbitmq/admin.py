@@ -1,31 +1,39 @@
 """Administration over AMQP: statistics, peek, purge, remove and delete.
 
 AMQP can count the ready messages and the consumers of a queue, and fetch messages. It cannot list
-queues, so ``queues`` returns only those that this service has declared.
+queues, so ``queues`` asks the management API if its URL is known, and otherwise returns the queues
+that this service has declared.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 from qkit.backend import QueueSpec, QueueStats
 from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.connection import ReconnectingConnection
 from qkit.backends.rabbitmq.delay import DelayCascade
-from qkit.backends.rabbitmq.errors import translate_errors
+from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
+from qkit.backends.rabbitmq.management import ManagementAPI
 from qkit.backends.rabbitmq.queue_reader import QueueReader, get
-from qkit.backends.rabbitmq.topology import DELAY, group_queue
-from qkit.errors import QueueNotFound
+from qkit.backends.rabbitmq.topology import ACTIVE, DELAY, group_queue
+from qkit.errors import QueueNotFound, Unsupported
 from qkit.message import GROUP, Envelope
 
 __all__ = ["RabbitMQAdmin"]
+
+_CHANNEL: Final = re.compile(r"[A-Za-z0-9._-]+")
+_OWN_NAMES: Final = (f"{DELAY}.", ACTIVE, "amq.")  # queues of qkit itself and of the broker
 
 
 class RabbitMQAdmin:
     """Implementation of ``Admin`` for RabbitMQ; base class of the backend."""
 
     _consuming: ReconnectingConnection
+    _management: ManagementAPI | None
     _reader: QueueReader
     _cascade: DelayCascade
     _quorum: bool
@@ -34,8 +42,34 @@ class RabbitMQAdmin:
     _groups: dict[str, set[str]]
 
     async def queues(self) -> list[str]:
-        """Return the queues and topics that this service has declared, sorted by name."""
-        return sorted(self._specs)
+        """Return the queues and topics of the vhost, sorted by name.
+
+        Names that a channel cannot have are left out. Without the management API, only the queues
+        and topics that this service has declared are known.
+
+        Raises:
+            Unsupported: There is no management API, and this service has declared no queue.
+            BackendUnavailable: The management API does not respond.
+            ConfigError: The management API rejects the login.
+        """
+        if self._management is None:
+            if self._specs:
+                return sorted(self._specs)
+            raise Unsupported(
+                "cannot list the queues, because AMQP does not: set management_url to the URL of "
+                "RabbitMQ's management plugin (such as http://localhost:15672), or name the queues",
+                backend=BACKEND,
+                operation="queues",
+            )
+        names = set(self._specs)
+        for name in await self._management.queues():
+            channel, colon, group = name.partition(":")
+            if not _CHANNEL.fullmatch(channel) or channel.startswith(_OWN_NAMES):
+                continue
+            if colon:
+                self._groups.setdefault(channel, set()).add(group)
+            names.add(channel)
+        return sorted(names)
 
     async def stats(self, queue: str) -> QueueStats:
         """Return the number of ready messages and the number of consumers.
@@ -115,7 +149,7 @@ class RabbitMQAdmin:
 
     def _is_topic(self, queue: str) -> bool:
         spec = self._specs.get(queue)
-        return spec is not None and spec.broadcast
+        return queue in self._groups if spec is None else spec.broadcast
 
     async def _queues_of(self, queue: str, operation: str) -> list[str]:
         """Return the name of the queue itself, or of the queue of each known group of a topic.

@@ -22,6 +22,7 @@ from qkit.backends.rabbitmq.codec import DEFAULT_FRAME_BYTES, DEFAULT_PRIORITY
 from qkit.backends.rabbitmq.connection import ConnectionParameters, ReconnectingConnection
 from qkit.backends.rabbitmq.delay import MAX_DELAY_SECONDS, DelayCascade
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
+from qkit.backends.rabbitmq.management import ManagementAPI
 from qkit.backends.rabbitmq.ordered_subscription import OrderedSubscription
 from qkit.backends.rabbitmq.publisher import OutgoingMessage, Publisher
 from qkit.backends.rabbitmq.queue_reader import QueueReader
@@ -63,6 +64,9 @@ def from_settings(settings: Settings, clock: Clock) -> RabbitMQBackend:
         tls_ca_file=settings.tls_ca_file,
         tls_cert_file=settings.tls_cert_file,
         tls_key_file=settings.tls_key_file,
+        management_url=(
+            None if settings.management_url is None else settings.management_url.get_secret_value()
+        ),
     )
 
 
@@ -84,6 +88,7 @@ class RabbitMQBackend(RabbitMQAdmin):
         tls_ca_file: PEM file of trusted CA certificates; those of the system by default.
         tls_cert_file: PEM file of the client certificate; none by default.
         tls_key_file: PEM file of its private key; not needed if ``tls_cert_file`` contains the key.
+        management_url: URL of the management plugin, which lists queues; none by default.
 
     >>> backend = RabbitMQBackend("amqp://guest:guest@localhost:5672/")
     >>> backend.capabilities.supports("priority")
@@ -107,6 +112,7 @@ class RabbitMQBackend(RabbitMQAdmin):
         tls_ca_file: str | Path | None = None,
         tls_cert_file: str | Path | None = None,
         tls_key_file: str | Path | None = None,
+        management_url: str | None = None,
     ) -> None:
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._quorum = replicas > 1 if quorum is None else quorum
@@ -119,6 +125,10 @@ class RabbitMQBackend(RabbitMQAdmin):
             tls_cert_file=tls_cert_file,
             tls_key_file=tls_key_file,
         )
+        self._management: ManagementAPI | None = None
+        if management_url is not None:
+            context = parameters.tls_context() if parameters.secure else None
+            self._management = ManagementAPI(management_url, url, timeout=timeout, context=context)
         self._sending = ReconnectingConnection(parameters, "sending")
         self._consuming = ReconnectingConnection(parameters, "consuming")
         self._reading = ReconnectingConnection(parameters, "reading")

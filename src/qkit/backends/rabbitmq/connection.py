@@ -85,12 +85,17 @@ class ConnectionParameters:
         enable_lenient_decoding()
         return aiormq.Connection(
             self._url,
-            context=self._tls(),
+            context=self.tls_context(),
             transport_factory=transport,
             client_properties={"connection_name": f"qkit {purpose}", "product": "qkit"},
         )
 
-    def _tls(self) -> ssl.SSLContext | None:
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context; ``None`` if the connection uses no TLS.
+
+        Raises:
+            ConfigError: A TLS file cannot be read or is not valid.
+        """
         if self.secure and self._context is None:
             self._context = client_context(*self._files, backend=BACKEND, operation="connect")
         return self._context

@@ -18,7 +18,7 @@ from qkit.backends.rabbitmq.connection import ReconnectingConnection
 from qkit.backends.rabbitmq.errors import BACKEND, Difference, difference_of
 from qkit.errors import ConfigError
 
-__all__ = ["DEAD_LETTERS", "DELAY", "EXIT", "Topology", "active_queue", "group_queue"]
+__all__ = ["ACTIVE", "DEAD_LETTERS", "DELAY", "EXIT", "Topology", "active_queue", "group_queue"]
 
 ACTIVE: Final = "qkit.active"
 DEAD_LETTERS: Final = "qkit.dead-letters"
