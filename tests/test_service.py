@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from qkit import (
     InvalidBody,
     InvalidName,
     LifecycleError,
+    Message,
     PartialSend,
     QueueError,
     QueueFull,
@@ -38,6 +40,7 @@ from qkit import (
 )
 from qkit.backend import Capabilities, QueueSpec, Support
 from qkit.backends.native.backend import NativeBackend
+from qkit.native import Engine
 from qkit.observability.events import Event, Reconnected
 from qkit.testing import TestService
 from qkit.testing.clock import VirtualClock
@@ -80,6 +83,15 @@ def make(
         Settings(type="native", **settings),
         backend=backend if backend is not None else FaultyBackend(clock),
         clock=clock,
+    )
+    for handler in handlers:
+        service.register(handler)
+    return service
+
+
+def make_on(engine: Engine, clock: VirtualClock, *handlers: object) -> QueueService:
+    service = QueueService(
+        Settings(type="native"), backend=NativeBackend(engine=engine), clock=clock
     )
     for handler in handlers:
         service.register(handler)
@@ -1000,10 +1012,80 @@ async def test_shutdown_logs_a_handler_that_ignores_cancellation(
     started = virtual_clock.monotonic()
     await service.shutdown(timeout=1)
     assert virtual_clock.monotonic() - started <= 10
-    assert "ignored its cancellation and is still running" in caplog.text
+    assert "1 handlers of group" in caplog.text
+    assert "ignored their cancellation and still run" in caplog.text
     release.set()
     await ended.wait()
     await settle()
+    assert "could not be settled" not in caplog.text
+
+
+async def test_the_message_of_a_handler_that_ignores_cancellation_is_released(
+    virtual_clock: VirtualClock,
+) -> None:
+    release, handled = asyncio.Event(), list[int]()
+
+    @consume("orders")
+    async def stubborn(body: int) -> None:
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await release.wait()
+
+    @consume("orders")
+    async def handle(body: int, message: Message) -> None:
+        handled.append(message.attempt)
+
+    async with Engine(clock=virtual_clock) as engine:
+        service = make_on(engine, virtual_clock, stubborn)
+        await service.start()
+        await service.send("orders", 1)
+        await settle()
+        before = asyncio.all_tasks()
+        await service.shutdown(timeout=1)
+        async with make_on(engine, virtual_clock, handle):
+            await settle()
+            assert handled == [1]
+        assert not {task for task in before & asyncio.all_tasks() if "orders" in task.get_name()}
+        release.set()
+        await settle()
+
+
+async def test_a_handler_that_shuts_its_service_down_is_told_to_stop_it(
+    virtual_clock: VirtualClock,
+) -> None:
+    raised: list[LifecycleError] = []
+
+    @consume("orders")
+    async def handle(body: int) -> None:
+        with pytest.raises(LifecycleError, match=r"call service\.stop\(\)") as caught:
+            await service.shutdown()
+        raised.append(caught.value)
+        assert service.ready
+        service.stop()
+
+    service = make(virtual_clock, handle)
+    await service.start()
+    await service.send("orders", 1)
+    began = virtual_clock.monotonic()
+    await service.run()
+    assert virtual_clock.monotonic() - began < 1
+    assert [error.operation for error in raised] == ["shutdown"]
+
+
+async def test_a_service_may_be_shut_down_in_a_handler_of_another_service(
+    virtual_clock: VirtualClock,
+) -> None:
+    other = make(virtual_clock)
+    await other.start()
+
+    @consume("orders")
+    async def handle(body: int) -> None:
+        await other.shutdown()
+
+    async with make(virtual_clock, handle) as service:
+        await service.send("orders", 1)
+        await settle()
+        assert other.connection_state == "closed"
 
 
 async def test_async_with_shuts_down_after_an_error(virtual_clock: VirtualClock) -> None:

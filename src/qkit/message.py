@@ -157,6 +157,7 @@ class Reason(StrEnum):
         EXPLICIT_NACK: The handler raised ``Reject``.
         TTL_EXPIRED: The message expired before it was handled.
         UNDECODABLE: The body does not decode to the type that the handler takes.
+        REJECTED: The handler raised an error that the channel lists in ``dead_on``.
 
     Example:
         >>> Reason("TTLExpired")
@@ -167,6 +168,7 @@ class Reason(StrEnum):
     EXPLICIT_NACK = "ExplicitNack"
     TTL_EXPIRED = "TTLExpired"
     UNDECODABLE = "Undecodable"
+    REJECTED = "Rejected"
 
 
 class LeaseExpired(Exception):

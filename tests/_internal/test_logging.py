@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
 from datetime import datetime
 
 import pytest
 
-from qkit._internal.logging import JsonFormatter, logger
+from qkit._internal.logging import JsonFormatter
 
 
 def line(record: logging.LogRecord) -> dict[str, object]:
@@ -64,10 +65,51 @@ def test_no_character_breaks_the_line(text: str) -> None:
     assert parsed["message"] == parsed["queue"] == text
 
 
-def test_the_library_is_silent_unless_logging_is_configured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert any(isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+FAILING = """
+import asyncio
+from qkit import QueueService, RetrySettings, Settings, consume
+
+@consume("orders", retry=RetrySettings(enabled=False))
+async def place(order: int) -> None:
+    service.stop()
+    raise ZeroDivisionError("no such order")
+
+service = QueueService(Settings(type="native"))
+service.register(place)
+
+async def main() -> None:
+    await service.start()
+    await service.send("orders", 1)
+    await service.run()
+
+SERVER
+"""
+UVICORN = """
+import uvicorn
+
+async def app(scope, receive, send):
+    assert scope["type"] == "lifespan"
+    await receive()
+    await main()
+    server.should_exit = True
+    await send({"type": "lifespan.startup.complete"})
+    await receive()
+    await send({"type": "lifespan.shutdown.complete"})
+
+server = uvicorn.Server(uvicorn.Config(app, port=0))
+server.run()
+"""
+
+
+@pytest.mark.parametrize("server", ["asyncio.run(main())", UVICORN], ids=["asyncio", "uvicorn"])
+def test_a_final_failure_is_visible_although_no_logging_is_configured(server: str) -> None:
+    program = FAILING.replace("SERVER", server)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "failed for good (MaxRetriesExceeded), dead-lettered" in done.stderr
+    assert "ZeroDivisionError: no such order" in done.stderr
+    assert "Traceback" in done.stderr
 
 
 def test_the_formatter_works_in_a_log_handler() -> None:

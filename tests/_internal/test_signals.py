@@ -169,6 +169,18 @@ def test_a_second_signal_ends_the_process_within_two_seconds(
         assert any(line.startswith("ended") for line in rest)
 
 
+def test_one_signal_ends_a_process_whose_handler_ignores_cancellation() -> None:
+    with worker("short:stubborn") as running:
+        running.lines_until("begin")
+        running.signal(signal.SIGTERM)
+        rest, took = running.rest()
+        assert running.process.returncode == 0, running.errors()
+        assert running.errors() == ""
+    assert took <= scaled(10.0)
+    assert "abandoned 1" in rest
+    assert "ended" in rest
+
+
 def test_a_sync_service_drains_after_the_first_signal() -> None:
     with worker("sync:work") as running:
         running.lines_until("begin")

@@ -632,8 +632,9 @@ async def test_retry_on_and_dead_on_select_the_retried_failures(clock, options, 
         await clock.advance(100)
         letter = await only_letter(service, "orders")
     assert len(failing.times) == attempts == letter.attempts
-    rejected = isinstance(error, Reject)
-    assert letter.reason == ("ExplicitNack" if rejected else "MaxRetriesExceeded")
+    reason = "Rejected" if isinstance(error, tuple(options.get("dead_on", ()))) else None
+    reason = "ExplicitNack" if isinstance(error, Reject) else reason
+    assert letter.reason == (reason or "MaxRetriesExceeded")
 
 
 async def test_a_handler_may_choose_the_delay_of_its_retry(clock):

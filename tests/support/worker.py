@@ -7,6 +7,7 @@ exits, one with the number of remaining messages. The test compares these lines.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ from qkit import Message, QueueError, QueueService, Settings, SyncQueueService, 
 from qkit.backends.native.backend import NativeBackend
 from qkit.native import Engine
 
+logging.getLogger("qkit").setLevel(logging.CRITICAL)  # the tests check that stderr is empty
 SETTINGS = Settings(type="native", shutdown={"timeout": 20})
 FOREVER_SECONDS = 3_600.0
 
@@ -92,8 +94,8 @@ async def under_load(handler: object) -> None:
         report("left", stats.depth + (stats.scheduled or 0) + (stats.in_flight or 0))
 
 
-async def one_message(handler: object) -> None:
-    service = QueueService(SETTINGS)
+async def one_message(handler: object, settings: Settings = SETTINGS) -> None:
+    service = QueueService(settings)
     service.register(handler)
     service.on("shutdown", lambda event: report("abandoned", event.abandoned))
     await service.start()
@@ -136,6 +138,8 @@ def main(mode: str) -> None:
             asyncio.run(under_load(handler))
         case "one":
             asyncio.run(one_message(handler))
+        case "short":
+            asyncio.run(one_message(handler, Settings(type="native", shutdown={"timeout": 0.2})))
         case "sync":
             sync_service(handler)
 

@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 
 __all__ = ["JsonFormatter", "logger"]
 
+# Without a NullHandler: in a program that configures no logging, Python's last-resort handler then
+# writes warnings and errors to stderr, such as the final failure of a handler.
 logger = logging.getLogger("qkit")
-logger.addHandler(logging.NullHandler())
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

@@ -8,11 +8,13 @@ from typing import Any, Final, TypeVar
 
 from qkit._internal.logging import logger
 
-__all__ = ["cancel_and_wait", "retrieve_exception", "run_to_completion"]
+__all__ = ["cancel_and_wait", "detach", "retrieve_exception", "run_to_completion"]
 
 T = TypeVar("T")
 
 RECANCEL_INTERVAL_SECONDS: Final = 0.5
+
+_detached: set[asyncio.Task[Any]] = set()  # keeps these tasks from being destroyed while pending
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -52,3 +54,15 @@ def retrieve_exception(future: asyncio.Future[Any]) -> None:
     """
     if not future.cancelled():
         future.exception()
+
+
+def detach(task: asyncio.Task[Any]) -> None:
+    """Exclude a task that ignores its cancellation from ``asyncio.all_tasks``.
+
+    At the end, ``asyncio.run`` cancels all tasks and waits for them, so such a task would keep the
+    process alive for ever. A detached task continues as long as the event loop runs.
+    """
+    if not task.done():
+        asyncio.tasks._unregister_task(task)  # the hook for task implementations, see its docs
+        _detached.add(task)
+        task.add_done_callback(_detached.discard)

@@ -215,8 +215,10 @@ class Failure(Harness):
         service = await serve(fail, retry=QUICK)
         await service.send(name, "again")
         await service.send(name, "final")
-        await self.letters(service, name, 2)
+        letters = await self.letters(service, name, 2)
         assert attempts == {"again": 3, "final": 1}
+        reasons = {letter.error: letter.reason for letter in letters}
+        assert reasons == {"again": "MaxRetriesExceeded", "'final'": "Rejected"}
 
     @requires("dead_letters")
     async def test_a_handler_that_times_out_fails(self, serve: Serve, name: str) -> None:
@@ -327,6 +329,51 @@ class Failure(Harness):
         await service.send(name, "good")
         await self.until(lambda: len(called) == 3)
         assert called == ["bad1", "good1", "bad2"]
+
+    @requires("dead_letters", "ttl")
+    async def test_no_inline_retry_begins_after_the_message_has_expired(
+        self, serve: Serve, name: str
+    ) -> None:
+        attempts: list[int] = []
+
+        @consume(name)
+        async def fail(body: str, message: Message) -> None:
+            attempts.append(message.attempt)
+            raise ValueError("not yet")
+
+        retry = {"mode": "inline", "max_attempts": 50, "initial_delay": 0.4, "multiplier": 1.0}
+        service = await serve(fail, retry={**retry, "jitter": 0})
+        await service.send(name, "a", ttl=1.0)
+        (letter,) = await self.letters(service, name)
+        assert (letter.reason, letter.attempts) == ("TTLExpired", len(attempts))
+        assert 1 <= len(attempts) <= 3
+        assert letter.last_failed_at - letter.first_failed_at <= 1.0 + self.late(0.05)
+
+    @requires("dead_letters")
+    async def test_a_shutdown_begins_no_inline_retry_and_does_not_wait_for_one(
+        self, serve: Serve, name: str
+    ) -> None:
+        attempts: list[int] = []
+
+        @consume(name)
+        async def fail(body: str, message: Message) -> None:
+            attempts.append(message.attempt)
+            raise ValueError("not yet")
+
+        retry = {"mode": "inline", "max_attempts": 9, "initial_delay": 300, "max_delay": 300}
+        service = await serve(fail, retry=retry, shutdown={"timeout": 200})
+        await service.send(name, "a")
+        await self.until(lambda: attempts)
+        async with asyncio.timeout(20):
+            await service.shutdown()
+        assert attempts == [1]
+        other = await serve(fail, retry=retry)
+        if self.column.redelivery:
+            await self.until(lambda: len(attempts) == 2)
+            assert attempts == [1, 1], "the message goes back, and no attempt is counted"
+        else:  # it cannot go back, and must not be lost
+            (letter,) = await self.letters(other, name)
+            assert letter.error == "not yet"
 
     async def test_inline_retries_keep_the_order_and_are_counted(
         self, serve: Serve, name: str

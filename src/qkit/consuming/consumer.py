@@ -62,7 +62,7 @@ class Consumer:
         self.group: str = spec.group
         self.ready: asyncio.Event = asyncio.Event()
         self.rejected: ConfigError | Unsupported | None = None
-        self._state = ConsumerState(spec.prefetch)
+        self._state = ConsumerState(spec.prefetch, ordered=spec.ordered)
         self._wiring = wiring
         self._route = route
         self._spec = spec
@@ -100,12 +100,16 @@ class Consumer:
 
     def _health_state(
         self,
-    ) -> Literal["starting", "consuming", "paused", "reconnecting", "stopped"]:
+    ) -> Literal["starting", "consuming", "standby", "paused", "reconnecting", "stopped"]:
         if self._state.stopping:
             return "stopped"
+        if self._state.ending:
+            return "paused"  # and has no subscription
         if self._session is None:
             return "reconnecting" if self.ready.is_set() else "starting"
-        return "paused" if self._state.is_paused else "consuming"
+        if self._state.is_paused:
+            return "paused"
+        return "standby" if self._session.standby else "consuming"
 
     async def run(self) -> None:
         """Consume until ``stop``; reopen the subscription when it is lost."""
@@ -113,6 +117,9 @@ class Consumer:
         while not self._state.stopping:
             opened: float | None = None
             try:
+                await self._state.wait_to_subscribe()
+                if self._state.stopping:
+                    return
                 if failures:
                     await self._declare()  # the queue may have been deleted
                 async with self._wiring.backend.subscribe(self._spec) as subscription:
@@ -166,6 +173,14 @@ class Consumer:
     def stop(self) -> None:
         """Stop fetching and release deliveries that have not started; running handlers continue."""
         self._state.stop()
+
+    def is_running(self, task: asyncio.Task[object] | None) -> bool:
+        """Return whether a task is running a handler of this consumer."""
+        return self._session is not None and self._session.is_running(task)
+
+    async def give_up(self) -> list[asyncio.Task[None]]:
+        """Release the messages of handlers that ignore their cancellation; return their tasks."""
+        return await self._session.give_up() if self._session else []
 
     def abandon(self) -> int:
         """Cancel running handlers and release their messages; return the number of handlers."""

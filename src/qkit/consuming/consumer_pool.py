@@ -9,6 +9,7 @@ import os
 import socket
 
 from qkit._internal.logging import logger
+from qkit._internal.tasks import detach
 from qkit.backend import SubscriptionSpec
 from qkit.consuming.consumer import Consumer
 from qkit.consuming.executor import Executor
@@ -24,6 +25,7 @@ from qkit.wiring import Wiring
 __all__ = ["ConsumerPool"]
 
 MAX_CANCEL_ROUNDS = 3  # one second each
+RELEASE_TIMEOUT = 2.0  # seconds, for the messages of handlers that ignore their cancellation
 NO_LEASE_EXPIRY = float("inf")
 
 
@@ -68,6 +70,14 @@ class ConsumerPool:
             needs_delay=route.policy.mode == "release" and route.policy.max_attempts > 1,
             ordered=route.ordered,
         )
+        if route.ordered and not self._wiring.backend.capabilities.key_lock:
+            logger.warning(
+                "%s: %s keeps the order per key only within one process: run one process for "
+                "this channel",
+                route.name,
+                route.backend,
+                extra={"queue": route.name, "consumer": spec.consumer},
+            )
         settlement = Settlement(self._wiring, route, spec, self._producer.dead_letter_writer(route))
         executor = Executor(self._wiring, route, handler, self.threads, settlement.record_retry)
         declare = functools.partial(self._producer.redeclare, route)
@@ -112,6 +122,10 @@ class ConsumerPool:
             for consumer in consumers
         )
         return consumers, working
+
+    def is_running(self, task: asyncio.Task[object] | None) -> bool:
+        """Return whether a task is running a handler of this service."""
+        return any(consumer.is_running(task) for consumer in self._tasks)
 
     async def drain(self, timeout: float, force: asyncio.Event) -> int:
         """Stop fetching, wait for running handlers, then cancel those that still run.
@@ -160,10 +174,26 @@ class ConsumerPool:
             rounds -= 1
             for task in tasks:
                 task.cancel()
-        for task in tasks:
-            logger.error(
-                "%s: a handler ignored its cancellation and is still running; the process cannot "
-                "exit until it returns",
-                task.get_name(),
-            )
+        for consumer, task in self._tasks.items():
+            if not task.done():
+                await self._give_up(consumer, task)
         self._tasks.clear()
+
+    async def _give_up(self, consumer: Consumer, task: asyncio.Task[None]) -> None:
+        """Release the messages of handlers that ignore their cancellation; wait no longer."""
+        stuck: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT):
+                stuck = await consumer.give_up()
+        except TimeoutError:
+            pass  # the broker delivers them again
+        logger.error(
+            "%s: %d handlers of group %s ignored their cancellation and still run; their messages "
+            "were released, and the service no longer waits for them",
+            consumer.channel,
+            len(stuck),
+            consumer.group,
+            extra={"queue": consumer.channel},
+        )
+        for left in (*stuck, task):
+            detach(left)

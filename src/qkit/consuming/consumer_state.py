@@ -21,8 +21,10 @@ class ConsumerState:
 
     Args:
         prefetch: How many deliveries the consumer may hold.
+        ordered: Whether messages with the same key are handled in order.
 
     Attributes:
+        ordered: Whether messages with the same key are handled in order.
         active: Whether handlers may be started; false while stopping, paused or backing off.
         limit: How many deliveries may be held: the prefetch, or one while probing.
         probing: Whether the consumer handles one message at a time after a backoff, until one
@@ -33,7 +35,8 @@ class ConsumerState:
         on_change: Called after each change; set by the session.
     """
 
-    def __init__(self, prefetch: int) -> None:
+    def __init__(self, prefetch: int, *, ordered: bool = False) -> None:
+        self.ordered: bool = ordered
         self.active: bool = True
         self.limit: int = prefetch
         self.probing: bool = False
@@ -43,6 +46,8 @@ class ConsumerState:
         self.on_change: Callable[[], None] | None = None
         self._prefetch = prefetch
         self._paused = False
+        self._resumed = asyncio.Event()  # set unless paused
+        self._resumed.set()
         self._backoff_timer: asyncio.TimerHandle | None = None
         self._backoff_delay = 0.0
         self._outages = 0
@@ -52,14 +57,29 @@ class ConsumerState:
         """Whether the consumer is paused, or is backing off after ``Unavailable``."""
         return self._paused or self._backoff_timer is not None
 
+    @property
+    def ending(self) -> bool:
+        """Whether the subscription must end: the consumer stops, or is ordered and paused.
+
+        An ordered consumer that is paused gives everything back, so that another may continue.
+        """
+        return self.stopping or (self._paused and self.ordered)
+
+    async def wait_to_subscribe(self) -> None:
+        """Wait while an ordered consumer is paused; return at once if it stops."""
+        while self.ordered and self._paused and not self.stopping:
+            await self._resumed.wait()
+
     def pause(self) -> None:
         """Stop fetching and starting handlers until ``resume``."""
         self._paused = True
+        self._resumed.clear()
         self._changed()
 
     def resume(self) -> None:
         """Resume consuming, and end a backoff."""
         self._paused = False
+        self._resumed.set()
         self._end_backoff()
         self._changed()
 
@@ -67,6 +87,7 @@ class ConsumerState:
         """Permanently stop fetching messages and starting handlers."""
         self.stopping = True
         self.stopped.set()
+        self._resumed.set()
         self._end_backoff()
         self._changed()
 

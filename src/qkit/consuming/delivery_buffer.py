@@ -1,7 +1,8 @@
 """``DeliveryBuffer``: deliveries between the fetcher and the workers of a session.
 
 With key lanes, deliveries with the same key are handled in order: each becomes ready when the
-previous one is finished.
+previous one is finished. The buffer can also hold all deliveries back, and make them ready again
+one by one.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ class DeliveryBuffer:
 
     Args:
         lanes: Keep deliveries with the same key in order.
-        on_empty: Called when the last ready delivery has been taken.
+        on_empty: Called when the last ready delivery has been taken. Default: none.
 
     Attributes:
+        on_empty: Called when the last ready delivery has been taken.
         held: All unsettled deliveries.
         ready: The deliveries that a worker may take.
         closed: Whether ``close`` was called.
     """
 
-    def __init__(self, *, lanes: bool, on_empty: Callable[[], object]) -> None:
+    def __init__(self, *, lanes: bool, on_empty: Callable[[], object] = lambda: None) -> None:
         self.held: set[Job] = set()
-        self._on_empty = on_empty
+        self.on_empty: Callable[[], object] = on_empty
         self.ready: deque[Job] = deque()
         self._partial_batches: list[list[Job]] = []
-        # The first job of a lane is ready, running or withdrawn; the others wait until it finishes.
+        self._on_hold: deque[Job] | None = None  # the jobs held back, which would be ready
+        self._probing = False  # whether one job at a time is made ready
+        self._probe: Job | None = None  # the job that was made ready as a probe
+        # The first job of a lane is ready, on hold, running or withdrawn; the others wait until it
+        # finishes.
         self._lanes: dict[str, deque[Job]] | None = {} if lanes else None
         self._parked: deque[asyncio.Future[None]] = deque()  # workers waiting for a delivery
         self._loop = asyncio.get_running_loop()
@@ -67,7 +73,7 @@ class DeliveryBuffer:
             return None
         job = self.ready.popleft()
         if not self.ready:
-            self._on_empty()
+            self.on_empty()
         return job
 
     async def wait(self) -> None:
@@ -118,6 +124,9 @@ class DeliveryBuffer:
     def finish(self, job: Job) -> None:
         """Remove a delivery that is settled or lost; make the next one in its lane ready."""
         self.held.discard(job)
+        if job is self._probe:
+            self._probe = None
+            self._admit_probe()
         if self._lanes is None or (key := job.delivery.envelope.key) is None:
             return
         lane = self._lanes.get(key)
@@ -131,8 +140,10 @@ class DeliveryBuffer:
 
     def withdraw(self) -> list[Job]:
         """Remove and return all deliveries that no worker has started; keep them in ``held``."""
-        waiting = list(self.ready)
+        waiting = [*self.ready, *(self._on_hold or ())]
         self.ready.clear()
+        if self._on_hold is not None:
+            self._on_hold.clear()
         for batch in self._partial_batches:
             waiting += batch
             batch.clear()
@@ -143,6 +154,45 @@ class DeliveryBuffer:
             lane.append(first)
         return waiting
 
+    def hold(self) -> None:
+        """Hold back all deliveries that no worker has started, until ``probe`` or ``resume``."""
+        if self._on_hold is None:
+            self._on_hold = deque()
+        self._on_hold.extendleft(reversed(self.ready))
+        self.ready.clear()
+        self._probing = False
+        self._probe = None
+
+    def probe(self) -> None:
+        """Make the first delivery ready; each further one when the previous one is finished."""
+        if self._on_hold is None:
+            self.hold()
+        self._probing = True
+        if self._probe is None:
+            self._admit_probe()
+
+    def resume(self) -> None:
+        """Make ready what was held back."""
+        jobs, self._on_hold = self._on_hold, None
+        self._probing = False
+        self._probe = None
+        if jobs:
+            self._make_ready(list(jobs))
+
+    def put_back(self, job: Job) -> None:
+        """Put a job that a worker has taken back to the front; it stays first in its lane."""
+        if self._on_hold is not None:
+            self._on_hold.appendleft(job)
+        else:
+            self.ready.appendleft(job)
+            self._wake()
+
+    def same_key(self, job: Job) -> list[Job]:
+        """Return the unsettled jobs in the lane of a job; only the job itself without lanes."""
+        key = job.delivery.envelope.key
+        lane = self._lanes.get(key) if self._lanes is not None and key is not None else None
+        return [job, *(other for other in lane or () if other is not job)]
+
     def close(self) -> None:
         """Wake all workers; each ends when no delivery is ready."""
         self.closed = True
@@ -150,8 +200,20 @@ class DeliveryBuffer:
             self._wake()
 
     def _make_ready(self, jobs: list[Job]) -> None:
+        if self._on_hold is not None:
+            self._on_hold.extend(jobs)
+            if self._probe is None:
+                self._admit_probe()
+            return
         self.ready.extend(jobs)
         for _ in range(min(len(jobs), len(self._parked))):
+            self._wake()
+
+    def _admit_probe(self) -> None:
+        """While probing, make the first delivery on hold ready."""
+        if self._probing and self._on_hold:
+            self._probe = self._on_hold.popleft()
+            self.ready.append(self._probe)
             self._wake()
 
     def _wake(self) -> None:

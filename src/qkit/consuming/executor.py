@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeGuard, cast
 
@@ -16,7 +17,16 @@ from pydantic import TypeAdapter, ValidationError
 from qkit.codec.codec import decompress
 from qkit.consuming.handler_threads import HandlerThreads
 from qkit.consuming.job import Job
-from qkit.consuming.outcome import DONE, Dead, Outcome, Pause, RetryLater, expired_outcome
+from qkit.consuming.outcome import (
+    ABANDON,
+    DONE,
+    Dead,
+    Outcome,
+    Pause,
+    RetryLater,
+    expired_outcome,
+)
+from qkit.consuming.retry_gate import RetryGate
 from qkit.errors import (
     BatchError,
     DecodeError,
@@ -84,6 +94,7 @@ class Executor:
         self._telemetry = wiring.telemetry
         self._threads = threads
         self._clock = wiring.clock
+        self._redelivers = bool(wiring.backend.capabilities.redelivery)
         self._max_bytes = wiring.settings.max_message_bytes
         self._on_retry = on_retry
         self._timeout = handler.metadata.timeout
@@ -109,8 +120,8 @@ class Executor:
             call = functools.partial(self._call_traced, call)
         return call
 
-    async def run(self, job: Job) -> Outcome:
-        """Handle one delivery and return its outcome."""
+    async def run(self, job: Job, gate: RetryGate) -> Outcome:
+        """Handle one delivery and return its outcome; ``gate`` lets inline retries begin."""
         envelope = job.delivery.envelope
         if envelope.expires_at is not None or envelope.attempt > self.policy.max_attempts:
             early = self._check_before_call(envelope)
@@ -121,10 +132,12 @@ class Executor:
             outcome = self._outcome_of(error, envelope)
             if job.stopped or not self._inline(outcome):
                 return outcome
-            await self._wait_inline(job, {job: outcome})
+            over = await self._wait_inline(job, {job: outcome}, gate)
+            if over:
+                return over[job]
         return DONE
 
-    async def run_batch(self, jobs: Sequence[Job]) -> list[Outcome]:
+    async def run_batch(self, jobs: Sequence[Job], gate: RetryGate) -> list[Outcome]:
         """Handle a batch in one call and return the outcome of each message.
 
         Messages that have expired or cannot be decoded are excluded from the call. All others share
@@ -148,11 +161,11 @@ class Executor:
                 if self._inline(outcome) and not job.stopped:
                     again[job] = outcome
                 outcomes[job] = outcome
-            if again:
-                await self._wait_inline(live[0], again)
-            for job in again:  # rebuild the message with its new attempt number
+            over = await self._wait_inline(live[0], again, gate) if again else {}
+            outcomes |= over
+            live = [job for job in again if job not in over]
+            for job in live:  # rebuild the message with its new attempt number
                 self._decode_member(job)
-            live = list(again)
         return [outcomes[job] for job in jobs]
 
     def _decode_member(self, job: Job) -> Outcome | None:
@@ -266,6 +279,8 @@ class Executor:
             return Dead(Reason.EXPLICIT_NACK, error)
         if isinstance(error, Unavailable):
             return Pause(error.retry_after, error)
+        if isinstance(error, self.policy.dead_on):
+            return Dead(Reason.REJECTED, error)
         asked = error.delay if isinstance(error, Retry) else None
         delay = self.policy.wait(error, attempt=envelope.attempt, asked=asked)
         if delay is None:
@@ -275,15 +290,55 @@ class Executor:
     def _inline(self, outcome: Outcome) -> TypeGuard[RetryLater]:
         return isinstance(outcome, RetryLater) and self.policy.mode == "inline"
 
-    async def _wait_inline(self, called: Job, failed: dict[Job, RetryLater]) -> None:
-        """Wait before an inline retry, keeping the slot; then count the next attempt."""
+    async def _wait_inline(
+        self, called: Job, failed: dict[Job, RetryLater], gate: RetryGate
+    ) -> dict[Job, Outcome]:
+        """Wait before an inline retry, keeping the slot; then count the next attempt.
+
+        Returns:
+            The outcomes of the jobs that are not retried, because they expire before the retry or
+            because the session ends.
+        """
+        now = self._clock.time()
+        delay = 0.0
+        expiring: set[Job] = set()
         for job, outcome in failed.items():
-            self._on_retry(job.delivery.envelope, outcome)
-        await asyncio.sleep(max(outcome.delay for outcome in failed.values()))
-        if called.thread is not None:  # may still run after a timeout; a slot has one thread
-            await asyncio.wait({called.thread})
+            envelope = job.delivery.envelope
+            self._on_retry(envelope, outcome)
+            expires_at = envelope.expires_at
+            if expires_at is not None and expires_at <= now + outcome.delay:
+                expiring.add(job)
+                delay = max(delay, expires_at - now)
+            else:
+                delay = max(delay, outcome.delay)
+        if not await gate.wait(delay, called.thread):
+            return {job: self._give_back(outcome.error) for job, outcome in failed.items()}
+        over: dict[Job, Outcome] = {}
         for job in failed:
-            job.delivery.envelope.attempt += 1
+            envelope = job.delivery.envelope
+            envelope.attempt += 1
+            at = math.inf if job in expiring else self._clock.time()
+            if (expired := expired_outcome(envelope, at)) is not None:
+                over[job] = expired
+        return over
+
+    def _give_back(self, error: Exception) -> Outcome:
+        """Return the outcome of a failed message that gets no further attempt in this session.
+
+        Where the broker does not deliver it again, the message would be lost.
+        """
+        return ABANDON if self._redelivers else Dead(Reason.MAX_RETRIES_EXCEEDED, error)
+
+    def outcome_of_exit(self, error: BaseException, envelope: Envelope) -> Outcome:
+        """Return the outcome of a handler that raised ``SystemExit`` or ``KeyboardInterrupt``."""
+        failure = QueueError(f"the handler raised {type(error).__name__}", cause=error)
+        outcome = self._outcome_of(failure, envelope)
+        if isinstance(outcome, RetryLater):
+            if not self._redelivers:
+                return self._give_back(failure)
+            if self.policy.mode == "inline":
+                return RetryLater(0.0, failure)
+        return outcome
 
     def _message(self, envelope: Envelope) -> Message:
         body, headers = envelope.body, envelope.headers

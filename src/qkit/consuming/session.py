@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
-from qkit._internal.deadlines import CancelScope
 from qkit._internal.logging import logger
 from qkit._internal.tasks import run_to_completion
 from qkit.backend import (
@@ -15,6 +16,7 @@ from qkit.backend import (
     Delivery,
     LossReporting,
     SettlementReporting,
+    StandbyReporting,
     Subscription,
     SubscriptionSpec,
 )
@@ -22,16 +24,17 @@ from qkit.consuming.ack_batcher import AckBatcher
 from qkit.consuming.consumer_state import ConsumerState
 from qkit.consuming.delivery_buffer import DeliveryBuffer
 from qkit.consuming.executor import Executor
+from qkit.consuming.fetcher import Fetcher
 from qkit.consuming.job import Job
 from qkit.consuming.lease_renewal import LeaseRenewal
 from qkit.consuming.outcome import ABANDON, DONE, Dead, Outcome, Pause
+from qkit.consuming.retry_gate import RetryGate
 from qkit.consuming.settlement import Settlement
 from qkit.handlers.route import Route
 from qkit.wiring import Wiring
 
 __all__ = ["Session"]
 
-MAX_FETCHES_BEFORE_YIELD = 5
 MAX_ACKS_BEFORE_YIELD = 20
 
 
@@ -70,18 +73,14 @@ class Session:
         self._executor = executor
         self._settlement = settlement
         self._counters = route.counters
-        self._clock = wiring.clock
         self._channel = route.name
+        self._ordered = route.ordered
+        self._exit_timeout = wiring.settings.send_timeout
         self._loop = asyncio.get_running_loop()
-        self._fetcher_waits: asyncio.Future[None] | None = None  # set while the fetcher waits
-        self._receiving: CancelScope | None = None  # set during ``receive``
-        self._broken: Exception | None = None  # why the subscription was lost
-        self._fetch_check = False  # whether ``_check_fetch`` is scheduled
-        self._fetches = 0
-        self._buffer = DeliveryBuffer(lanes=route.ordered, on_empty=self._schedule_fetch)
+        self._buffer = DeliveryBuffer(lanes=route.ordered)
         self.held: set[Job] = self._buffer.held
-        self._stopped = asyncio.Event()  # set when the session stops or the subscription is lost
-        self._withdrawn: list[Job] = []
+        self._gate = RetryGate()
+        self._stopped = self._gate.ended  # set when the session ends or the subscription is lost
         self._workers: set[asyncio.Task[None]] = set()
         self._dead_letter_tasks: set[asyncio.Task[None]] = set()  # for unhandled messages
         self._tasks = asyncio.TaskGroup()
@@ -96,6 +95,15 @@ class Session:
             self._renewal = LeaseRenewal(
                 subscription, lease, self.held, self._mark_lost, self._channel
             )
+        self._fetcher = Fetcher(
+            subscription,
+            self._buffer,
+            state,
+            route.counters,
+            wiring.clock,
+            self._renewal,
+            self._release,
+        )
         if isinstance(subscription, LossReporting):
             subscription.on_lost(self._on_lost)
         if isinstance(subscription, SettlementReporting):
@@ -106,11 +114,21 @@ class Session:
         # takes that message, but a worker that is fetching would not.
         self._workers_fetch = self._acks is None or not route.ordered
         state.on_change = self.interrupt
+        self.interrupt()  # the consumer may already be paused, or back off
 
     @property
     def settling(self) -> bool:
         """Whether deliveries are being settled and no handler is running."""
         return bool(self.held) and all(job.task is None for job in self.held)
+
+    @property
+    def standby(self) -> bool:
+        """Whether another subscription is active, so that this one receives nothing."""
+        return isinstance(self._subscription, StandbyReporting) and self._subscription.standby
+
+    def is_running(self, task: asyncio.Task[object] | None) -> bool:
+        """Return whether a task is running a handler."""
+        return any(job.task is task for job in self.held if job.task is not None)
 
     async def run(self) -> None:
         """Fetch and handle messages until the consumer stops; raise if the subscription is lost."""
@@ -164,8 +182,9 @@ class Session:
     async def _fetch_until_stopped(self) -> Exception | None:
         """Fetch until the consumer stops or the subscription is lost; return the error if lost."""
         try:
-            await self._fetch()
-            await self._release_withdrawn()
+            await self._fetcher.run(_current_task())
+            if not self._ordered:  # leaving an ordered subscription gives everything back together
+                await self._fetcher.release_withdrawn()
             await self._subscription.stop()
         except Exception as error:
             # Deliveries of a lost subscription cannot be settled, so cancel their handlers. Do not
@@ -174,7 +193,7 @@ class Session:
                 self._mark_lost(job)
             self._buffer.withdraw()
             self._leave_threads()
-            self._stopped.set()
+            self._gate.end()
             return error
         return None
 
@@ -182,18 +201,25 @@ class Session:
         """Make the workers release their deliveries and end; the task group cancels them."""
         for job in self.held:
             job.abandoned = job.stopped = True
-        self._stopped.set()
+        self._gate.end()
         self._buffer.withdraw()
         self._buffer.close()
 
     def interrupt(self) -> None:
-        """React to a change of the consumer's state: withdraw deliveries and wake the fetcher."""
-        self._withdraw_unstarted()
-        if self._state.stopping:
-            self._stopped.set()
-        self._wake_fetcher()
-        if self._receiving is not None:
-            self._receiving.expire()
+        """React to a change of the consumer's state: withdraw or hold back deliveries."""
+        self._fetcher.interrupt()
+        if self._fetcher.ending:
+            self._gate.end()
+            return
+        state = self._state
+        self._gate.change(active=state.active)
+        if self._ordered:
+            if not state.active:
+                self._buffer.hold()
+            elif state.probing:
+                self._buffer.probe()
+            else:
+                self._buffer.resume()
 
     def abandon(self) -> int:
         """Cancel all running handlers; return how many."""
@@ -210,95 +236,18 @@ class Session:
         if not self._abandoned.done():
             self._abandoned.set_result(None)
 
-    # -- fetching ----------------------------------------------------------------------------
-
-    async def _fetch(self) -> None:
-        """Release withdrawn deliveries, and refill the buffer while the workers are busy."""
-        task = _current_task()
-        await asyncio.sleep(0)  # let the workers start first: an idle worker fetches for itself
-        while not self._state.stopping:
-            if self._broken is not None:
-                raise self._broken
-            if self._withdrawn:
-                await self._release_withdrawn()
-            elif (limit := self._fetch_limit()) > 0:
-                await self._receive(limit, task)
-                await asyncio.sleep(0)  # let an idle worker do the next fetch: it is faster
-            else:
-                self._fetcher_waits = self._loop.create_future()
-                await self._fetcher_waits
-
-    async def _receive(self, limit: int, task: asyncio.Task[None]) -> None:
-        """Fetch up to ``limit`` deliveries unless interrupted; must not run concurrently."""
-        self._state.last_poll_at = self._clock.time()
-        self._receiving = scope = CancelScope(task)
-        try:
-            with scope:
-                deliveries = await self._subscription.receive(limit)
-                # Start the renewal timer first, because a handler may block the loop immediately.
-                if self._renewal is not None and self._renewal.timer is None:
-                    self._renewal.schedule()
-                self._counters.received += len(deliveries)
-                self._buffer.add(deliveries)
-                if not self._state.active:
-                    self._withdraw_unstarted()
-        except TimeoutError:
-            if not scope.expired:
-                raise  # otherwise ``interrupt`` ended the call, which loses no delivery
-        finally:
-            self._receiving = None
-
-    def _withdraw_unstarted(self) -> None:
-        """Withdraw deliveries that no worker has started, if no handler may be started."""
-        if not self._state.active:
-            self._withdrawn += self._buffer.withdraw()
-            self._wake_fetcher()
-
-    def _fetch_limit(self) -> int:
-        """Return how many deliveries to fetch now.
-
-        Return 0 while another task receives, while withdrawn deliveries wait to be released, after
-        the subscription is lost, and while no handler may be started. To avoid small fetches, also
-        return 0 while deliveries are ready and less than half of the limit is free.
-        """
-        state, buffer = self._state, self._buffer
-        if self._receiving is not None or self._withdrawn or self._broken is not None:
-            return 0
-        if not state.active:
-            return 0
-        free = state.limit - len(self.held)
-        return free if not buffer.ready or free * 2 >= state.limit else 0
-
-    async def _release_withdrawn(self) -> None:
-        """Release withdrawn deliveries without counting an attempt."""
-        while self._withdrawn:
-            job = self._withdrawn.pop()
-            if job.lost:
-                self._finish(job)
-            else:
-                await self._settle(job, ABANDON)
+    async def _release(self, job: Job) -> None:
+        """Release a withdrawn delivery without counting an attempt."""
+        if job.lost:
+            self._finish(job)
+        else:
+            await self._settle(job, ABANDON)
 
     def _finish(self, job: Job) -> None:
         self._buffer.finish(job)
-        if self._fetcher_waits is not None and not self._fetch_check:
-            self._schedule_fetch()
-
-    def _schedule_fetch(self) -> None:
-        """If the fetcher waits, schedule a check of whether it should fetch."""
-        if self._fetcher_waits is not None and not self._fetch_check:
-            self._fetch_check = True
-            self._loop.call_soon(self._check_fetch)
-
-    def _check_fetch(self) -> None:
-        self._fetch_check = False
-        if self._fetch_limit() > 0:
-            self._wake_fetcher()
-
-    def _wake_fetcher(self) -> None:
-        """Wake the fetcher if it is waiting."""
-        if self._fetcher_waits is not None and not self._fetcher_waits.done():
-            self._fetcher_waits.set_result(None)
-        self._fetcher_waits = None
+        fetcher = self._fetcher
+        if fetcher.waiting is not None and not fetcher.checking:
+            fetcher.schedule()
 
     # -- working -----------------------------------------------------------------------------
 
@@ -310,47 +259,40 @@ class Session:
         """
         buffer = self._buffer
         while not buffer.closed:
-            limit = self._fetch_limit() if self._workers_fetch else 0
+            limit = self._fetcher.limit() if self._workers_fetch else 0
             if limit <= 0:
                 await buffer.wait()
             else:
-                await self._fetch_for_worker(limit, task)
+                await self._fetcher.fetch_for_worker(limit, task)
             if (job := buffer.pop()) is not None:
                 return job
         return buffer.pop()
-
-    async def _fetch_for_worker(self, limit: int, task: asyncio.Task[None]) -> None:
-        try:
-            await self._receive(limit, task)
-        except Exception as error:
-            self._broken = error
-            self._wake_fetcher()
-        if self._fetcher_waits is not None and not self._fetch_check:
-            self._schedule_fetch()
-        self._fetches += 1
-        if not self._fetches % MAX_FETCHES_BEFORE_YIELD:
-            await asyncio.sleep(0)  # handlers that never suspend must not block the loop
 
     async def _work(self, context: contextvars.Context) -> None:
         task = _current_task()
         while (job := self._buffer.pop() or await self._next(task)) is not None:
             if job.lost:
                 self._drop_lost(job)
+                del job
                 continue
             job.task = task
             self._counters.in_flight += 1
             try:
-                outcome = await self._executor.run(job)
+                outcome = await self._executor.run(job, self._gate)
             except asyncio.CancelledError:
                 if not job.stopped:
                     raise
                 outcome = ABANDON
+            except (KeyboardInterrupt, SystemExit) as error:
+                await self._exit([job], error)
+                return
             finally:
                 job.task = None
                 self._counters.in_flight -= 1
             await self._settle_outcome(task, job, outcome)
             if job.thread is not None:
                 await self._wait_for_thread(job.thread)
+            del job, outcome  # an idle worker must not keep the message and its error alive
             if contextvars.copy_context() != context:
                 return
 
@@ -365,24 +307,30 @@ class Session:
                     self._drop_lost(job)
             if not jobs:
                 continue
-            for job, outcome in zip(jobs, await self._run_batch(task, jobs), strict=True):
-                await self._settle_outcome(task, job, outcome)
-            for job in jobs:  # each inline retry of a partial batch has its own thread
-                if job.thread is not None:
-                    await self._wait_for_thread(job.thread)
+            await self._handle_batch(task, jobs)
+            del batch, jobs, job  # an idle worker must not keep messages and their errors alive
             if contextvars.copy_context() != context:
                 return
+
+    async def _handle_batch(self, task: asyncio.Task[None], jobs: list[Job]) -> None:
+        for job, outcome in zip(jobs, await self._run_batch(task, jobs), strict=True):
+            await self._settle_outcome(task, job, outcome)
+        for job in jobs:  # each inline retry of a partial batch has its own thread
+            if job.thread is not None:
+                await self._wait_for_thread(job.thread)
 
     async def _run_batch(self, task: asyncio.Task[None], jobs: list[Job]) -> list[Outcome]:
         for job in jobs:
             job.task = task
         self._counters.in_flight += len(jobs)
         try:
-            return await self._executor.run_batch(jobs)
+            return await self._executor.run_batch(jobs, self._gate)
         except asyncio.CancelledError:
             if not any(job.stopped for job in jobs):
                 raise
             return [ABANDON for _ in jobs]
+        except (KeyboardInterrupt, SystemExit) as error:
+            await self._exit(jobs, error)
         finally:
             for job in jobs:
                 job.task = None
@@ -409,6 +357,11 @@ class Session:
                 return
         elif isinstance(outcome, Pause):
             outcome = self._state.back_off(outcome)
+            if self._ordered and not self._fetcher.ending:
+                # Releasing the message would let others overtake it. It is the next probe.
+                self._settlement.record_pause(job.delivery, outcome)
+                self._buffer.put_back(job)
+                return
         elif isinstance(outcome, Dead) and not outcome.called:
             # Use a separate task, because writing the dead letters of many expired messages would
             # delay the messages behind them. The prefetch limits the number of tasks.
@@ -417,6 +370,42 @@ class Session:
             writing.add_done_callback(self._dead_letter_tasks.discard)
             return
         await self._settle(job, outcome)
+
+    async def _exit(self, jobs: Sequence[Job], error: BaseException) -> NoReturn:
+        """Settle the messages of a handler that ends the process as failed, then end the process.
+
+        The error is raised in the event loop, as if the handler's task had raised it, but only
+        once: a task group would raise it again while the event loop is being closed.
+        """
+        for job in jobs:
+            job.task = None  # from here on, a cancellation does not concern the handler
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._exit_timeout):
+                for job in jobs:
+                    if not job.lost:
+                        failed = self._executor.outcome_of_exit(error, job.delivery.envelope)
+                        await self._settle(job, failed)
+        self._loop.call_soon(_raise, error)
+        await self._loop.create_future()  # until the event loop is closed
+        raise error
+
+    async def give_up(self) -> list[asyncio.Task[None]]:
+        """Release the messages of handlers that ignore their cancellation.
+
+        Returns:
+            The tasks of these handlers, which still run.
+        """
+        stuck = [job for job in self.held if job.task is not None]
+        tasks = {job.task for job in stuck if job.task is not None}
+        for job in stuck:
+            job.lost = job.stopped = True  # what the handler does from now on has no effect
+        await asyncio.gather(
+            *[
+                self._settlement.settle(self._subscription, job, ABANDON, self._stopped)
+                for job in stuck
+            ]
+        )
+        return list(tasks)
 
     async def _settle(self, job: Job, outcome: Outcome) -> None:
         await self._settlement.settle(self._subscription, job, outcome, self._stopped)
@@ -444,11 +433,15 @@ class Session:
             self._mark_lost(job)
 
     def _mark_lost(self, job: Job) -> None:
-        """Mark a job as lost and cancel its handler, unless another lost job already did."""
-        task = job.task
-        if task is not None and not any(each.lost and each.task is task for each in self.held):
-            task.cancel()
-        job.lost = job.stopped = True
+        """Mark a job as lost and cancel its handler, unless another lost job already did.
+
+        In an ordered channel all jobs of its key are lost: they return to the broker together.
+        """
+        for each in self._buffer.same_key(job):
+            task = each.task
+            if task is not None and not any(one.lost and one.task is task for one in self.held):
+                task.cancel()
+            each.lost = each.stopped = True
 
     def _drop_lost(self, job: Job) -> None:
         """Finish a lost job without settling it, because its message is delivered again."""
@@ -464,6 +457,10 @@ class Session:
             },
         )
         self._finish(job)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _current_task() -> asyncio.Task[None]:

@@ -192,6 +192,11 @@ class Settlement:
             Retried(self._channel, envelope.id, envelope.attempt, outcome.delay, outcome.error)
         )
 
+    def record_pause(self, delivery: Delivery, outcome: Pause) -> None:
+        """Log that a message is held, because its handler raised ``Unavailable``."""
+        text = f"is held for {outcome.delay or 0.0:.3g} s: a dependency is unavailable"
+        self._warn(text, delivery, outcome.error)
+
     async def _dead_letter(
         self,
         subscription: Subscription,

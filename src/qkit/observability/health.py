@@ -17,8 +17,10 @@ class ConsumerHealth:
     Attributes:
         channel: Name of the channel.
         group: Name of the consumer group.
-        state: ``starting``, ``consuming``, ``paused``, ``reconnecting`` or ``stopped``. A consumer
-            that backs off after ``Unavailable`` is ``paused``.
+        state: ``starting``, ``consuming``, ``standby``, ``paused``, ``reconnecting`` or
+            ``stopped``. A consumer that backs off after ``Unavailable`` is ``paused``. An ordered
+            consumer is on ``standby`` while another process consumes its queue, if the broker
+            allows only one at a time.
         in_flight: Number of unsettled messages.
         last_poll_at: Time of the last fetch, in seconds since the epoch; ``None`` before the first.
         last_settle_at: Time of the last settlement, in seconds since the epoch; ``None`` before
@@ -35,7 +37,7 @@ class ConsumerHealth:
 
     channel: str
     group: str
-    state: Literal["starting", "consuming", "paused", "reconnecting", "stopped"]
+    state: Literal["starting", "consuming", "standby", "paused", "reconnecting", "stopped"]
     in_flight: int
     last_poll_at: float | None
     last_settle_at: float | None
@@ -48,7 +50,7 @@ class Health:
 
     Attributes:
         status: ``healthy`` if the service is running and connected, its event loop responds, every
-            consumer is consuming or paused, and none is ``failing``.
+            consumer is consuming, on standby or paused, and none is ``failing``.
         connection_state: State of the connection to the broker.
         durable: Whether confirmed messages survive a restart.
         breaker: State of the circuit breaker: ``closed``, ``open`` or ``half_open``.

@@ -416,11 +416,16 @@ class QueueService:
         """Stop fetching, let running handlers finish, flush sends and close the backend.
 
         Handlers that are still running after ``timeout`` are cancelled. Their messages are released
-        and no attempt is counted. Does nothing if the service is already shut down.
+        and no attempt is counted. A handler that ignores its cancellation is left behind. Does
+        nothing if the service is already shut down.
 
         Args:
             timeout: Seconds to wait for running handlers. Default: the ``shutdown.timeout``
                 setting.
+
+        Raises:
+            LifecycleError: A handler called it: the shutdown would wait for that handler, which
+                waits for the shutdown. A handler calls ``stop`` instead.
 
         Example:
             >>> import asyncio
@@ -433,6 +438,7 @@ class QueueService:
             >>> asyncio.run(main())
             closed
         """
+        self._runtime.require_outside_handler("shutdown")
         self._stop.set()
         await self._runtime.shutdown(timeout)
 

@@ -240,6 +240,15 @@ class ServiceRuntime:
         if self.state not in ("running", "stopping"):  # a handler may send while draining
             self.require(operation, "running")
 
+    def require_outside_handler(self, operation: str) -> None:
+        """Raise ``LifecycleError`` if a handler of this service is the caller."""
+        if self.state != "new" and self.consumers.is_running(asyncio.current_task()):
+            raise LifecycleError(
+                f"{operation}() was called in a handler, which the shutdown would wait for: call "
+                "service.stop(), which returns at once and makes run() shut down",
+                operation=operation,
+            )
+
     def require(self, operation: str, state: State) -> None:
         """Raise ``LifecycleError`` for ``operation`` unless the service is in ``state``."""
         if self.state == state:

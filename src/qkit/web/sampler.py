@@ -267,6 +267,7 @@ def _state(consumers: list[ConsumerHealth]) -> QueueState:
         "starting",
         "stopped",
         "paused",
+        "standby",
         "consuming",
     )
     states = {consumer.state for consumer in consumers}

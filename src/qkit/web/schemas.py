@@ -24,7 +24,9 @@ __all__ = [
     "Totals",
 ]
 
-QueueState = Literal["none", "starting", "consuming", "paused", "reconnecting", "stopped"]
+QueueState = Literal[
+    "none", "starting", "consuming", "standby", "paused", "reconnecting", "stopped"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

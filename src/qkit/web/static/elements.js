@@ -111,7 +111,7 @@ export function pill(word, severity) {
 
 /** Severity of each state, used as a CSS class. */
 export const SEVERITY = {
-  consuming: "good", connected: "good", closed: "good", healthy: "good",
+  consuming: "good", standby: "good", connected: "good", closed: "good", healthy: "good",
   paused: "warn", starting: "warn", connecting: "warn", half_open: "warn", closing: "warn",
   reconnecting: "bad", disconnected: "bad", open: "bad", stopped: "bad", unhealthy: "bad",
   none: "neutral",
