@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
+from qkit._internal.channel_errors import name_channel
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
 from qkit._internal.text import error_text
@@ -19,7 +20,7 @@ from qkit.consuming.consumer_state import ConsumerState
 from qkit.consuming.executor import Executor
 from qkit.consuming.session import Session
 from qkit.consuming.settlement import Settlement
-from qkit.errors import BackendUnavailable, ConfigError, Unsupported
+from qkit.errors import BackendUnavailable, ConfigError, QueueError, Unsupported
 from qkit.handlers.route import Route
 from qkit.observability.health import ConsumerHealth
 from qkit.wiring import Wiring
@@ -137,6 +138,8 @@ class Consumer:
                     self.ready.set()
                     await self._session.run()
             except Exception as error:
+                if isinstance(error, QueueError):
+                    name_channel(error, self.channel)
                 if not self.ready.is_set() and isinstance(error, ConfigError | Unsupported):
                     self.rejected = error  # permanent: start() raises it
                     self.ready.set()

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar, cast
 
+from qkit._internal.channel_errors import ChannelErrors
 from qkit._internal.coroutines import shown_as
 from qkit._internal.retry import Backoff
 from qkit.errors import PartialSend, QueueError, QueueNotFound, Unsupported
@@ -43,6 +44,7 @@ class Producer:
         self.guarded: GuardedBackend = GuardedBackend(wiring)
         self._backend = wiring.backend
         self._clock = wiring.clock
+        self._prefix = wiring.settings.prefix
         self._registry = wiring.registry
         self._routes = wiring.routes
         self._telemetry = wiring.telemetry
@@ -137,7 +139,9 @@ class Producer:
         """Send to a queue of the route; declare it if it was never declared or was deleted."""
         batcher = self._batchers.get(queue)
         if batcher is None:
-            batcher = self._batchers[queue] = SendBatcher(self.guarded, queue, SEND_BACKOFF)
+            batcher = self._batchers[queue] = SendBatcher(
+                self.guarded, queue, SEND_BACKOFF, queue.removeprefix(self._prefix)
+            )
         if route.declared:
             try:
                 return await batcher.send(envelopes)
@@ -184,9 +188,10 @@ class Producer:
             await self._declare(route, again=True)
 
     async def _declare(self, route: Route, *, again: bool) -> None:
-        if route.dead_letter is not None:
-            await self._backend.declare(replace(route.dead_letter, again=again))
-        await self._backend.declare(replace(route.spec, again=again))
+        with ChannelErrors(route.name):
+            if route.dead_letter is not None:
+                await self._backend.declare(replace(route.dead_letter, again=again))
+            await self._backend.declare(replace(route.spec, again=again))
         route.declared = True
 
     def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:
