@@ -92,7 +92,8 @@ class FullBackend(FaultInjectingBackend):
         error = QueueFull("full (injected fault)", queue=queue)
         if len(envelopes) == 1:
             raise error
-        results = [Sent(envelopes[0].id), *[error] * (len(envelopes) - 1)]
+        results: list[Sent | QueueError] = [error] * len(envelopes)
+        results[0] = Sent(envelopes[0].id)
         raise PartialSend.of(results, backend=self.name, queue=queue)
 
 

@@ -24,12 +24,14 @@ from qkit.backends.common.tls import client_context
 from qkit.backends.rabbitmq.codec import DEFAULT_FRAME_BYTES
 from qkit.backends.rabbitmq.driver import (
     AbortableTransport,
+    driver_logs_demoted,
     is_blocked,
     max_frame_bytes,
     open_connection,
 )
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
 from qkit.backends.rabbitmq.lenient_decoding import enable_lenient_decoding
+from qkit.errors import LifecycleError
 
 __all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
@@ -122,6 +124,8 @@ class ReconnectingConnection:
             backend=BACKEND,
         )
         self._transport: AbortableTransport | None = None
+        #: Event loop in which the connection was enabled; ``None`` before and after ``aclose``.
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._control: Channel | None = None
         self._control_lock = asyncio.Lock()
         self._probe: asyncio.Task[None] | None = None
@@ -132,16 +136,27 @@ class ReconnectingConnection:
         return await self._shared.get()
 
     def enable(self) -> None:
-        """Allow other methods to open the connection."""
+        """Allow other methods to open the connection, in this event loop."""
+        self.loop = asyncio.get_running_loop()
         self._shared.open()
+
+    def check_loop(self) -> None:
+        """Raise ``LifecycleError`` in another event loop, whose tasks cannot use the connection."""
+        if self.loop is not None and asyncio.get_running_loop() is not self.loop:
+            raise LifecycleError(
+                "the backend was started in another event loop: use it there, or start another "
+                "backend in this event loop",
+                backend=BACKEND,
+            )
 
     async def _open_connection(self) -> aiormq.Connection:
         self._abort()
         transport = AbortableTransport(secure=self.parameters.secure)
         connection = self.parameters.connection(self._purpose, transport)
         try:
-            async with asyncio.timeout(self.parameters.ping_timeout):
-                await open_connection(connection)
+            with driver_logs_demoted():
+                async with asyncio.timeout(self.parameters.ping_timeout):
+                    await open_connection(connection)
         except BaseException:
             transport.abort()
             raise
@@ -170,10 +185,15 @@ class ReconnectingConnection:
 
         Args:
             confirms: Whether the broker confirms published messages; false by default.
+
+        Raises:
+            LifecycleError: The connection was enabled in another event loop.
         """
+        self.check_loop()
         connection = await self._shared.get()
-        async with asyncio.timeout(self.parameters.timeout):
-            channel = await connection.channel(publisher_confirms=confirms)
+        with driver_logs_demoted():
+            async with asyncio.timeout(self.parameters.timeout):
+                channel = await connection.channel(publisher_confirms=confirms)
         assert isinstance(channel, Channel)  # the driver declares an abstract type
         return channel
 
@@ -193,6 +213,7 @@ class ReconnectingConnection:
         The broker closes a channel after a failed request, and the driver closes it after a
         cancelled request. The next call then opens a new channel.
         """
+        self.check_loop()
         async with self._control_lock:
             channel = self._control
             if channel is None or channel.is_closed:
@@ -215,6 +236,7 @@ class ReconnectingConnection:
         Raises:
             BackendUnavailable: The broker does not respond in time.
         """
+        self.check_loop()
         await asyncio.shield(self._start_probe())
 
     def ping_soon(self) -> None:
@@ -263,6 +285,7 @@ class ReconnectingConnection:
         if self._probe is not None:
             self._probe.cancel()
         self._control = None
+        self.loop = None
         await self._shared.aclose()
 
 
