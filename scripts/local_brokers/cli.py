@@ -68,7 +68,8 @@ def urls(brokers: Brokers) -> int:
     statuses = brokers.status()
     for server in statuses:
         if server.running:
-            print(f"{server.variable}={server.url}")
+            for variable, url in server.urls.items():
+                print(f"{variable}={url}")
         else:
             print(
                 f"{server.name} is not running; run: scripts/brokers up {server.name}",
@@ -96,7 +97,8 @@ def run(program: Sequence[str], names: Sequence[str] = NAMES) -> int:
             report(failures)
             if failures and (in_ci() or os.environ.get("QKIT_REQUIRE_BROKERS") == "1"):
                 return 1
-            environment |= {s.variable: s.url for s in brokers.status() if s.running}
+            for server in brokers.status():
+                environment |= server.urls if server.running else {}
         return _run_program(program, environment)
     finally:
         if ours:

@@ -32,6 +32,12 @@ class Status:
     running: bool
     url: str
     pids: tuple[int, ...]
+    further_urls: Mapping[str, str]
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """All URLs of the server, by variable."""
+        return {self.variable: self.url, **self.further_urls}
 
 
 class Brokers:
@@ -109,6 +115,7 @@ class Brokers:
                     running=running,
                     url=server.url(state.ports) if state else "",
                     pids=tuple(record.pid for record in state.processes) if state else (),
+                    further_urls=server.further_urls(state.ports) if running and state else {},
                 )
             )
         return statuses
@@ -126,7 +133,8 @@ class Brokers:
         if former:
             # After a crash, one of the server's processes may still be running.
             processes.end(former.processes, grace=GRACE_SECONDS)
-        if former and _are_freed(former.ports.values()):
+        known = former is not None and set(former.ports) == set(server.port_names)
+        if former and known and _are_freed(former.ports.values()):
             state = ServerState(ports=former.ports)
         else:
             state = ServerState(ports=_pick_ports(server.port_names))

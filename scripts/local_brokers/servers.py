@@ -72,6 +72,10 @@ class Server(ABC):
     def url(self, ports: Ports) -> str:
         """Return the URL for clients."""
 
+    def further_urls(self, ports: Ports) -> dict[str, str]:
+        """Return other URLs of the server, by the variable that contains them; none by default."""
+        return {}
+
     def _further_settings(self, ports: Ports) -> list[str]:
         return [line.format_map(ports) for line in self._settings]
 
@@ -113,7 +117,7 @@ class Redis(Server):
 class RabbitMQ(Server):
     name = "rabbitmq"
     variable = "QKIT_TEST_RABBITMQ_URL"
-    port_names = ("amqp", "distribution", "epmd")
+    port_names = ("amqp", "distribution", "epmd", "management")
     ready_within = 120.0
 
     # Not the wrapper in /usr/sbin, which must be run as root or `rabbitmq` and switches to the user
@@ -126,12 +130,14 @@ class RabbitMQ(Server):
     def prepare(self, ports: Ports) -> None:
         for name in ("data", "logs"):
             (self.home / name).mkdir(parents=True, exist_ok=True)
-        _write(self.home / "enabled_plugins", "[].")
+        _write(self.home / "enabled_plugins", "[rabbitmq_management].")
         _write(
             self.home / "rabbitmq.conf",
             f"listeners.tcp.1 = 127.0.0.1:{ports['amqp']}",
             # With the default limit, a nearly full disk would block the tests' publishers.
             "disk_free_limit.absolute = 50MB",
+            "management.tcp.ip = 127.0.0.1",
+            f"management.tcp.port = {ports['management']}",
             *self._further_settings(ports),
         )
 
@@ -167,6 +173,9 @@ class RabbitMQ(Server):
 
     def url(self, ports: Ports) -> str:
         return f"amqp://guest:guest@127.0.0.1:{ports['amqp']}/"
+
+    def further_urls(self, ports: Ports) -> dict[str, str]:
+        return {"QKIT_TEST_RABBITMQ_MANAGEMENT_URL": f"http://127.0.0.1:{ports['management']}"}
 
 
 class Kafka(Server):

@@ -72,6 +72,7 @@ class PrivateBroker:
         self.restart()
         (status,) = self._brokers.status()
         self.url = status.url
+        self.further_urls = status.further_urls
         self.host, self.port = _address(status.url)
         self.proxied = self.port if proxied is None else proxied
 

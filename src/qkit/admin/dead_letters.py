@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
+from qkit._internal.channel_errors import ChannelErrors
 from qkit.backend import Admin
 from qkit.errors import PartialSend, QueueNotFound
 from qkit.message import DeadLetter, Envelope, Sent
@@ -101,7 +102,8 @@ class DeadLetters:
         wanted_ids = {ids} if isinstance(ids, str) else None if ids is None else set(ids)
         filtered = reason is not None or error is not None or wanted_ids is not None
         try:
-            envelopes = await self._admin.peek(self._queue, MAX_LISTED if filtered else limit)
+            with ChannelErrors(self._channel):
+                envelopes = await self._admin.peek(self._queue, MAX_LISTED if filtered else limit)
         except QueueNotFound:
             return []  # the first dead letter or the first consumer declares the queue
         letters = (
@@ -175,9 +177,13 @@ class DeadLetters:
             results = list(zip(letters, partial.results, strict=True))
             kept = {letter.message_id for letter, item in results if not isinstance(item, Sent)}
             sent = [letter.message_id for letter in letters if letter.message_id not in kept]
-            await self._admin.remove(self._queue, sent)
+            await self._remove(sent)
             raise
-        await self._admin.remove(self._queue, [letter.message_id for letter in letters])
+        await self._remove([letter.message_id for letter in letters])
+
+    async def _remove(self, ids: Sequence[str]) -> int:
+        with ChannelErrors(self._channel):
+            return await self._admin.remove(self._queue, ids)
 
     async def purge(
         self,
@@ -211,11 +217,12 @@ class DeadLetters:
         self._check("dead_letters().purge")
         try:
             if ids is None and reason is None and error is None:
-                return await self._admin.purge(self._queue)
+                with ChannelErrors(self._channel):
+                    return await self._admin.purge(self._queue)
             matching = await self._count(reason=reason, error=error, ids=ids)
             existing = await self._count(ids=set(matching))
             purged = [id for id in matching.elements() if matching[id] == existing[id]]
-            return await self._admin.remove(self._queue, purged)
+            return await self._remove(purged)
         except QueueNotFound:
             return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from qkit._internal.channel_errors import ChannelErrors
 from qkit._internal.names import check_name
 from qkit.admin.dead_letters import DeadLetters
 from qkit.backend import Admin, QueueStats, UnheardReporting
@@ -43,14 +44,16 @@ class QueueAdmin:
 
     async def stats(self, name: str) -> QueueStats:
         """Return the statistics of a queue."""
-        stats = await self._admin("stats", name, "depth").stats(self._queue(name))
+        with ChannelErrors(name):
+            stats = await self._admin("stats", name, "depth").stats(self._queue(name))
         return replace(stats, queue=name)
 
     async def peek(self, name: str, limit: int) -> list[Message]:
         """Return the next messages without consuming them."""
         if limit < 1:
             raise ValueError(f"limit={limit!r}: must be at least 1")
-        found = await self._admin("peek", name, "peek").peek(self._queue(name), limit)
+        with ChannelErrors(name):
+            found = await self._admin("peek", name, "peek").peek(self._queue(name), limit)
         return [
             Message(
                 id=item.id,
@@ -67,11 +70,13 @@ class QueueAdmin:
 
     async def purge(self, name: str) -> int:
         """Delete the messages that are not in flight; return the number deleted."""
-        return await self._admin("purge", name, "purge").purge(self._queue(name))
+        with ChannelErrors(name):
+            return await self._admin("purge", name, "purge").purge(self._queue(name))
 
     async def delete(self, name: str) -> None:
         """Delete the queue and all its messages; the next send declares it again."""
-        await self._admin("delete", name, "delete").delete(self._queue(name))
+        with ChannelErrors(name):
+            await self._admin("delete", name, "delete").delete(self._queue(name))
         route = self._routes.get(name)
         if route is not None:
             route.declared = False

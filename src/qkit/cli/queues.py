@@ -27,7 +27,7 @@ from qkit.cli.terminal import (
     print_note,
     table,
 )
-from qkit.errors import QueueNotFound
+from qkit.errors import QueueNotFound, Unsupported
 from qkit.service import QueueService
 
 __all__ = ["list_queues", "purge", "stats"]
@@ -135,7 +135,12 @@ async def figures(running: QueueService, names: list[str] | None = None) -> Figu
     """Return the statistics of the named queues; by default, of all but dead-letter queues."""
     dead_letter_name = running.settings.dead_letter_name
     if not names:
-        known = set(await running.queues())
+        try:
+            known = set(await running.queues())
+        except Unsupported as error:
+            raise Unsupported(
+                f"{error.message}: qkit stats QUEUE, qkit dlq list QUEUE", operation="queues"
+            ) from error
         names = sorted(known - {dead_letter_name(name) for name in known})
     found: Figures = {}
     for name in names:

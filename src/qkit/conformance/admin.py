@@ -210,6 +210,7 @@ class Admin(Harness):
         self, serve: Serve, name: str
     ) -> None:
         service = await serve()
+        await service.send(f"{name}-known", 1)
         for call in (service.peek, service.purge, service.delete):
             with pytest.raises(QueueNotFound):
                 await call(name)

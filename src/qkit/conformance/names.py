@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from qkit.backend import Backend, QueueSpec
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.harness import Harness, NewBackend, Serve, case, requires
 from qkit.conformance.sending import RecordingBackend
-from qkit.errors import InvalidName, QueueError, Reject
+from qkit.errors import InvalidName, PartialSend, QueueError, QueueFull, QueueNotFound, Reject
 from qkit.handlers.channel import Channel
 from qkit.handlers.decorators import channel, consume
-from qkit.message import Message
+from qkit.message import Envelope, Message, Sent
 
 __all__ = ["Names"]
 
@@ -82,6 +83,18 @@ class DeclarationRecorder(RecordingBackend):
     async def declare(self, spec: QueueSpec) -> None:
         self.declared.append(spec.name)
         await super().declare(spec)
+
+
+class FullBackend(FaultInjectingBackend):
+    """Backend whose queues are full after the first message of several."""
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        error = QueueFull("full (injected fault)", queue=queue)
+        if len(envelopes) == 1:
+            raise error
+        results: list[Sent | QueueError] = [error] * len(envelopes)
+        results[0] = Sent(envelopes[0].id)
+        raise PartialSend.of(results, backend=self.name, queue=queue)
 
 
 class Names(Harness):
@@ -169,6 +182,25 @@ class Names(Harness):
         await live.send(name, "to live")
         await self.until(lambda: len(got) >= 2)
         assert sorted(got) == [("live", "to live"), ("staging", "to staging")]
+
+    @requires("depth", "peek", "purge", "delete")
+    async def test_an_error_names_the_channel_without_the_prefix(
+        self, serve: Serve, new_backend: NewBackend, name: str
+    ) -> None:
+        service = await serve(prefix="staging.")
+        await service.send(f"{name}-other", 1)
+        for call in (service.stats, service.peek, service.purge, service.delete):
+            with pytest.raises(QueueNotFound) as caught:
+                await call(name)
+            assert caught.value.queue == name
+        service = await serve(backend=FullBackend(new_backend()), prefix="staging.")
+        with pytest.raises(QueueFull) as full:
+            await service.send(name, 1)
+        assert full.value.queue == name
+        with pytest.raises(PartialSend) as partial:
+            await service.send_many(name, [1, 2])
+        errors = [item for item in partial.value.results if isinstance(item, QueueError)]
+        assert [error.queue for error in (partial.value, *errors)] == [name] * 2
 
     async def test_an_invalid_name_is_rejected_before_anything_is_sent(
         self, serve: Serve, new_backend: NewBackend

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
+from qkit._internal.channel_errors import name_channel
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
 from qkit._internal.text import error_text
@@ -19,7 +20,7 @@ from qkit.consuming.consumer_state import ConsumerState
 from qkit.consuming.executor import Executor
 from qkit.consuming.session import Session
 from qkit.consuming.settlement import Settlement
-from qkit.errors import BackendUnavailable, ConfigError, Unsupported
+from qkit.errors import BackendUnavailable, ConfigError, QueueError, Unsupported
 from qkit.handlers.route import Route
 from qkit.observability.health import ConsumerHealth
 from qkit.wiring import Wiring
@@ -141,6 +142,8 @@ class Consumer:
                     self.ready.set()
                     await self._session.run()
             except Exception as error:
+                if isinstance(error, QueueError):
+                    name_channel(error, self.channel)
                 if not self.ready.is_set() and isinstance(error, ConfigError | Unsupported):
                     self.rejected = error  # permanent: start() raises it
                     self.ready.set()
@@ -164,14 +167,18 @@ class Consumer:
     def _report(self, error: Exception, wait: float) -> None:
         if isinstance(error, BackendUnavailable):
             self._connection.record_failure(error)
+        text = f"{type(error).__name__}: {error_text(error)}"
+        extra = {"queue": self.channel, "consumer": self._spec.consumer, "error": text}
         logger.warning(
             "%s: the subscription of group %s failed, subscribing again in %.1f s: %s",
             self.channel,
             self.group,
             wait,
-            type(error).__name__,
-            exc_info=error,
-            extra={"queue": self.channel, "consumer": self._spec.consumer, "error": str(error)},
+            text,
+            extra=extra,
+        )
+        logger.debug(
+            "%s: traceback of the failed subscription", self.channel, exc_info=error, extra=extra
         )
 
     def stop(self) -> None:

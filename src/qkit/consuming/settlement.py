@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import assert_never
 
+from qkit._internal.channel_errors import name_channel
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
 from qkit._internal.text import error_text
@@ -123,6 +124,8 @@ class Settlement:
             self._record_success()
 
     def _unsettled(self, delivery: Delivery, error: Exception) -> None:
+        if isinstance(error, QueueError):
+            name_channel(error, self._channel)
         match error:
             case AckDeadlineExceeded():
                 text = "was settled too late: its lease has expired, so it may be handled twice"

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
+from qkit._internal.channel_errors import ChannelErrors
 from qkit._internal.coroutines import shown_as
 from qkit._internal.retry import Backoff
 from qkit.errors import PartialSend, QueueError, Unsupported
@@ -42,6 +43,7 @@ class Producer:
         self.guarded: GuardedBackend = GuardedBackend(wiring)
         self._backend = wiring.backend
         self._clock = wiring.clock
+        self._prefix = wiring.settings.prefix
         self._registry = wiring.registry
         self._routes = wiring.routes
         self._telemetry = wiring.telemetry
@@ -137,7 +139,11 @@ class Producer:
         batcher = self._batchers.get(queue)
         if batcher is None:
             batcher = self._batchers[queue] = SendBatcher(
-                self.guarded, queue, SEND_BACKOFF, self.declare
+                self.guarded,
+                queue,
+                SEND_BACKOFF,
+                self.declare,
+                channel=queue.removeprefix(self._prefix),
             )
         return batcher.send(envelopes, route)
 
@@ -180,9 +186,10 @@ class Producer:
             await self._declare(route, again=True)
 
     async def _declare(self, route: Route, *, again: bool) -> None:
-        if route.dead_letter is not None:
-            await self._backend.declare(replace(route.dead_letter, again=again))
-        await self._backend.declare(replace(route.spec, again=again))
+        with ChannelErrors(route.name):
+            if route.dead_letter is not None:
+                await self._backend.declare(replace(route.dead_letter, again=again))
+            await self._backend.declare(replace(route.spec, again=again))
         route.declared = True
 
     def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:

@@ -10,6 +10,7 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 
+from qkit._internal.channel_errors import name_channel
 from qkit._internal.deadlines import Deadline, DeadlineTimer
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff, retry_while_unavailable
@@ -36,15 +37,23 @@ class SendBatcher:
         queue: The name of the queue on the broker.
         backoff: Delays between the attempts of one send.
         declare: Declares a channel.
+        channel: The name without the prefix, for errors and logs. Default: ``queue``.
     """
 
     def __init__(
-        self, guarded: GuardedBackend, queue: str, backoff: Backoff, declare: Declare
+        self,
+        guarded: GuardedBackend,
+        queue: str,
+        backoff: Backoff,
+        declare: Declare,
+        *,
+        channel: str | None = None,
     ) -> None:
         self._guarded = guarded
         self._declare = declare
         self._timer = guarded.timer
         self._queue = queue
+        self._channel = queue if channel is None else channel
         self._backoff = backoff
         self._groups: dict[Hashable, GroupPublisher] = {}
         self._only_group: GroupPublisher | None = None  # None if the backend has groups
@@ -260,17 +269,17 @@ class SendBatcher:
         failures.append(error)
         logger.warning(
             "%s: send failed, retrying: %s",
-            self._queue,
+            self._channel,
             error.message,
-            extra={"queue": self._queue, "attempt": len(failures), "error": str(error)},
+            extra={"queue": self._channel, "attempt": len(failures), "error": str(error)},
         )
 
     def _locate(self, error: QueueError, envelopes: Sequence[Envelope]) -> None:
-        """Add the backend, queue and message id to an error."""
+        """Add the backend, channel and message id to an error."""
+        name_channel(error, self._channel)
         error.located(
             backend=self._guarded.backend.name,
             operation="send",
-            queue=self._queue,
             message_id=message_id_of(envelopes),
         )
 

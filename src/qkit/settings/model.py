@@ -72,6 +72,10 @@ class _Section(BaseModel):
         return _not_bool(value, cls.model_fields[cast("str", info.field_name)])
 
 
+def _masked(url: SecretStr | None) -> str | None:
+    return rules.mask_url(url.get_secret_value()) if url is not None else None
+
+
 def _not_bool(value: object, info: FieldInfo) -> object:
     if isinstance(value, bool) and not error_messages.takes_bool(info):
         raise ValueError("expected a number, got bool")
@@ -201,6 +205,7 @@ class SettingsValues(TypedDict, total=False):
     tls_ca_file: str | Path | None
     tls_cert_file: str | Path | None
     tls_key_file: str | Path | None
+    management_url: str | SecretStr | None
 
 
 class Settings(BaseSettings):
@@ -252,6 +257,8 @@ class Settings(BaseSettings):
         tls_ca_file: PEM file of the certificate authorities to trust.
         tls_cert_file: PEM file of the client's certificate.
         tls_key_file: PEM file of the client's key.
+        management_url: URL of RabbitMQ's management plugin, which lists the queues. Without a user
+            in it, the user of ``url`` logs in.
 
     Raises:
         ConfigError: Values are invalid; the message lists every problem.
@@ -310,6 +317,7 @@ class Settings(BaseSettings):
     tls_ca_file: Path | None = None
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
+    management_url: SecretStr | None = None
 
     _implicit_mode: bool = PrivateAttr(default=False)  # type is redis and mode is not set
 
@@ -412,16 +420,17 @@ class Settings(BaseSettings):
             return value
         return SecretStr(",".join(part.strip() for part in value.get_secret_value().split(",")))
 
-    @field_serializer("url", when_used="json")
+    @field_serializer("url", "management_url", when_used="json")
     def _show_url(self, value: SecretStr | None) -> str | None:
-        return rules.mask_url(value.get_secret_value()) if value is not None else None
+        return _masked(value)
 
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
         """Yield the values that differ from the defaults, with the password in the URL masked."""
         for name, info in self.__class__.model_fields.items():
             value = getattr(self, name)
             if value != info.get_default(call_default_factory=True):
-                yield name, self.safe_url if name == "url" else value
+                shown = _masked(value) if name in ("url", "management_url") else value
+                yield name, shown
 
     @property
     def safe_url(self) -> str | None:
@@ -431,7 +440,7 @@ class Settings(BaseSettings):
             >>> Settings(type="rabbitmq", url="amqp://guest:secret@localhost/").safe_url
             'amqp://guest:***@localhost/'
         """
-        return rules.mask_url(self.url.get_secret_value()) if self.url is not None else None
+        return _masked(self.url)
 
     @property
     def effective_prefetch(self) -> int:

@@ -23,7 +23,11 @@ EXAMPLES = {
     "kafka": "host1:9092,host2:9092",
     "redis": "redis://user:password@host:6379/0",
 }
-_SCHEMES = {"rabbitmq": ("amqp", "amqps"), "redis": ("redis", "rediss")}
+_SCHEMES = {
+    "rabbitmq": ("amqp", "amqps"),
+    "redis": ("redis", "rediss"),
+    "management": ("http", "https"),
+}
 
 # Backends that support a field; a field that is not listed applies to all backends.
 BACKENDS_BY_FIELD: dict[str, tuple[str, ...]] = {
@@ -47,6 +51,7 @@ BACKENDS_BY_FIELD: dict[str, tuple[str, ...]] = {
     "tls_ca_file": ("rabbitmq", "kafka", "redis"),
     "tls_cert_file": ("rabbitmq", "kafka", "redis"),
     "tls_key_file": ("rabbitmq", "kafka", "redis"),
+    "management_url": ("rabbitmq",),
 }
 _TLS_FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file")
 
@@ -72,6 +77,8 @@ def check_combinations(values: Values) -> list[Problem]:
             problems += _check_redis(values, given)
         case "kafka":
             problems += _check_sasl(given)
+        case "rabbitmq":
+            problems += _check_management(values.get("management_url"))
         case _:
             pass
     return problems + (_check_tls(kind, values, given) if kind != "native" else [])
@@ -102,7 +109,7 @@ def _wrong_backend(name: str, kind: str, values: Values) -> str:
     text = f"belongs to {owners}, but type is {chosen}; remove it or change the type"
     if name == "url":
         guess = next(
-            (to for to, heads in _SCHEMES.items() if _scheme(url_text(values)) in heads), ""
+            (to for to in EXAMPLES if _scheme(url_text(values)) in _SCHEMES.get(to, ())), ""
         )
         return f"{text} to {guess!r}" if guess else f"{text}; native takes a path instead"
     return text
@@ -153,6 +160,14 @@ def _url_fault(kind: str, text: str) -> str | None:
     if kind == "redis" and not re.fullmatch(r"/?[0-9]*", path):
         return "the path of the URL must be a database number"
     return None
+
+
+def _check_management(url: object) -> list[Problem]:
+    if not isinstance(url, (str, SecretStr)):
+        return []
+    fault = _url_fault("management", url if isinstance(url, str) else url.get_secret_value())
+    example = "http://user:password@host:15672"
+    return [(("management_url",), f"{fault}; write it like {example}")] if fault else []
 
 
 def _check_native(values: Values, given: set[str]) -> list[Problem]:

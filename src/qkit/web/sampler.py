@@ -112,8 +112,9 @@ class Sampler:
                 listed = await self._service.queues()
         except LifecycleError:
             list_error = "The service is not running."
-        except Unsupported:
-            pass  # only the channels of this service are known
+        except Unsupported as error:
+            if not self._service.channels:  # otherwise those channels are shown
+                list_error = _error_summary(error)
         except (QueueError, TimeoutError) as error:
             list_error = _error_summary(error)
         settings = self._service.settings

@@ -12,12 +12,14 @@ from qkit._internal.ids import new_id
 from qkit.backend import (
     QueueSpec,
 )
+from qkit.backends.rabbitmq import queue_reader
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.backends.rabbitmq.topology import LOST, group_queue
 from qkit.errors import (
     PartialSend,
     QueueFull,
     QueueNotFound,
+    Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Sent
 from tests.support.rabbitmq import (
@@ -48,7 +50,8 @@ async def test_calls_on_an_undeclared_queue_raise_queue_not_found(
         with pytest.raises(QueueNotFound):
             async with backend.subscribe(spec(name, broadcast=broadcast)):
                 pass
-    assert await backend.queues() == []
+    with pytest.raises(Unsupported, match="set management_url"):
+        await backend.queues()
 
 
 async def test_a_full_dead_letter_queue_reports_dropped_letters(
@@ -116,6 +119,54 @@ async def test_peek_keeps_the_order_of_a_quorum_queue_and_counts_no_attempt(
         taken = await take(subscription, 5)
         assert [delivery.envelope.id for delivery in taken] == list("01234")
         assert {delivery.envelope.attempt for delivery in taken} == {1}
+
+
+async def test_peek_of_a_large_quorum_queue_changes_nothing(
+    quorum: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_reader, "MAX_ROTATED_DEPTH", 4)
+    await declare(quorum, name)
+    await quorum.publish(name, [Envelope(str(number), b"x") for number in range(5)])
+    await quorum.publish(f"{name}.dlq", [Envelope(str(number), b"x") for number in range(5)])
+    with pytest.raises(Unsupported, match="more than 4 messages"):
+        await quorum.peek(name, 2)
+    assert len(await quorum.peek(f"{name}.dlq", 9)) == 5, "deliveries of dead letters do not matter"
+    async with quorum.subscribe(spec(name)) as subscription:
+        taken = await take(subscription, 5)
+        assert [delivery.envelope.id for delivery in taken] == list("01234")
+        assert {delivery.envelope.attempt for delivery in taken} == {1}
+
+
+async def test_peek_does_not_touch_the_order_while_an_ordered_consumer_is_active(
+    quorum: RabbitMQBackend, name: str, raw: aiormq.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_reader, "MAX_ROTATED_DEPTH", 0)
+    await declare(quorum, name)
+    await quorum.publish(name, [Envelope(str(number), b"x") for number in range(6)])
+    async with quorum.subscribe(spec(name, prefetch=2, ordered=True)) as subscription:
+        held = await take(subscription, 2)
+        for _ in range(3):
+            assert [item.id for item in await quorum.peek(name, 3)] == ["2", "3", "4"]
+        for delivery in held:
+            await subscription.ack(delivery)
+        for number in range(2, 6):
+            (delivery,) = await take(subscription)
+            assert (delivery.envelope.id, delivery.envelope.attempt) == (str(number), 1)
+            await subscription.ack(delivery)
+
+
+async def test_peek_is_limited_by_size_and_uses_its_own_connection(
+    backend: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_reader, "MAX_READ_BYTES", 250)
+    monkeypatch.setattr(queue_reader, "BYTES_AT_ONCE", 250)
+    await declare(backend, name)
+    await backend.publish(name, [Envelope(str(number), b"x" * 100) for number in range(9)])
+    monkeypatch.setattr(backend._consuming, "own_channel", None)
+    for _ in range(2):
+        assert [item.id for item in await backend.peek(name, 9)] == ["0", "1", "2"]
+    assert len(await backend.peek(name, 2_000)) == 9, "a complete list is not limited"
+    assert backend._reading.is_open
 
 
 async def test_remove_deletes_the_oldest_messages_with_an_id(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
 
 import aiormq
 import pytest
@@ -19,7 +23,10 @@ from qkit.backend import (
 )
 from qkit.backends.factory import open_backend
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
-from tests.support.rabbitmq import bare_channel, ready
+from qkit.errors import LifecycleError
+from qkit.message import Envelope
+from tests.support.proxy import Proxy
+from tests.support.rabbitmq import bare_channel, declare, ready
 from tests.support.waiting import eventually
 
 
@@ -115,3 +122,49 @@ def test_a_missing_client_library_is_reported(monkeypatch: pytest.MonkeyPatch) -
     settings = Settings(type="rabbitmq", url="amqp://localhost/")
     with pytest.raises(ConfigError, match="install the extra 'rabbitmq'"):
         open_backend(settings, SystemClock())
+
+
+async def test_use_in_a_second_event_loop_is_rejected_before_anything_is_sent(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    await declare(backend, name)
+    await backend.publish(name, [Envelope("a", b"x")])  # opens the channel
+
+    def use_in_another_loop(call: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        with pytest.raises(LifecycleError, match="another event loop"):
+            asyncio.run(call())
+
+    for call in (
+        lambda: backend.publish(name, [Envelope("b", b"x")]),
+        lambda: backend.stats(name),
+        lambda: backend.peek(name, 1),
+        lambda: backend.ping(),
+        lambda: backend.declare(QueueSpec(name=name)),
+    ):
+        await asyncio.to_thread(use_in_another_loop, call)
+    assert [item.id for item in await backend.peek(name, 9)] == ["a"]
+
+
+async def test_an_outage_is_logged_in_single_lines(
+    rabbitmq_url: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @consume(name)
+    async def handle(number: int) -> None:
+        pass
+
+    port = urlsplit(rabbitmq_url).port
+    assert port is not None
+    with Proxy(port) as proxy:
+        url = f"amqp://guest:guest@127.0.0.1:{proxy.port}/"
+        service = QueueService(Settings(type="rabbitmq", url=url))
+        service.register(handle)
+        async with service:
+            proxy.refuse()
+            await eventually(lambda: caplog.text.count("subscribing again") >= 2)
+            proxy.heal()
+            await eventually(lambda: service.ready)
+            await service.delete(name)
+            await service.delete(service.settings.dead_letter_name(name))
+    records = [record for record in caplog.records if record.levelno > logging.INFO]
+    assert {record.name for record in records} == {"qkit"}, "the driver must not log it as well"
+    assert not [record for record in records if record.exc_info or "\n" in record.getMessage()]

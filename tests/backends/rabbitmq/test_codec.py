@@ -26,6 +26,7 @@ from qkit.message import Envelope, Reason
 from tests.support.rabbitmq import (
     dead,
     declare,
+    is_,
     ready,
     spec,
     take,
@@ -271,16 +272,84 @@ async def test_a_message_dead_lettered_by_the_broker_can_be_replayed_repeatedly(
         await service.delete(f"{name}.dlq")
 
 
-async def test_a_foreign_message_without_an_id_can_be_removed_by_its_derived_id(
+async def test_equal_foreign_messages_without_an_id_are_listed_and_removed_one_by_one(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
     await declare(classic, name)
-    await _publish_without_id(raw, name, b"1")
+    for body in (b"1", b"1", b"2"):
+        await _publish_without_id(raw, name, body)
+    await eventually(lambda: is_(ready(raw, name), 3))
     for _ in range(2):
-        (first,) = await classic.peek(name, 10)
-        assert first.id.startswith("foreign-")
-    assert await classic.remove(name, [first.id]) == 1
-    assert (await classic.stats(name)).depth == 0
+        first, second, third = [item.id for item in await classic.peek(name, 10)]
+        assert first.startswith("foreign-")
+        assert len({first, second, third}) == 3
+    assert await classic.remove(name, [second, third]) == 2
+    assert [item.body for item in await classic.peek(name, 10)] == [b"1"]
+
+
+async def test_equal_foreign_messages_without_an_id_get_an_id_at_each_delivery(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    await declare(backend, name)
+    for _ in range(2):
+        await _publish_without_id(raw, name, b"1")
+    async with backend.subscribe(spec(name)) as subscription:
+        first, second = await take(subscription, 2)
+        assert first.envelope.id != second.envelope.id
+        assert first.envelope.id.startswith("foreign-")
+        await subscription.release(first, 0.0)
+        (again,) = await take(subscription)
+        assert again.envelope.id == first.envelope.id, "a copy keeps the id"
+
+
+async def test_equal_dead_letters_without_an_id_are_replayed_with_different_ids(
+    raw: aiormq.Channel, rabbitmq_url: str, name: str
+) -> None:
+    async with QueueService(Settings(type="rabbitmq", url=rabbitmq_url)) as service:
+        await service.send(name, 0)
+        await service.purge(name)
+        for _ in range(2):
+            await _publish_without_id(raw, name, b"1")
+            message = await raw.basic_get(name)
+            await raw.basic_reject(message.delivery_tag or 0, requeue=False)
+        letters = service.dead_letters(name)
+
+        async def both() -> bool:
+            return len(await letters.list()) == 2
+
+        await eventually(both)
+        assert await letters.replay() == 2
+        assert await letters.list() == []
+        assert len({message.id for message in await service.peek(name)}) == 2
+        await service.delete(name)
+        await service.delete(service.settings.dead_letter_name(name))
+
+
+async def test_the_expiration_of_a_live_foreign_message_does_not_count_from_its_timestamp(
+    raw: aiormq.Channel, rabbitmq_url: str, name: str
+) -> None:
+    """AMQP counts the expiration from the arrival, and applications set any timestamp."""
+    handled: list[Message] = []
+
+    @consume(name, prefetch=10)  # a waiting message with the expiration 0 would expire
+    async def handle(number: int, message: Message) -> None:
+        handled.append(message)
+
+    service = QueueService(Settings(type="rabbitmq", url=rabbitmq_url))
+    service.register(handle)
+    async with service:
+        for expiration in ("60000", "0"):
+            properties = Basic.Properties(
+                expiration=expiration, timestamp=datetime(2024, 2, 29, tzinfo=UTC)
+            )
+            await raw.basic_publish(b"7", routing_key=name, properties=properties)
+        await eventually(lambda: len(handled) == 2)
+        first, second = handled
+        assert first.expires_at is not None
+        assert first.expires_at > SystemClock().time()
+        assert second.expires_at is None
+        await service.delete(name)
+        await service.delete(service.settings.dead_letter_name(name))
 
 
 async def _publish_without_id(raw: aiormq.Channel, name: str, body: bytes) -> None:

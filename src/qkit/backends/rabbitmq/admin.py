@@ -1,47 +1,75 @@
 """Administration over AMQP: statistics, peek, purge, remove and delete.
 
 AMQP can count the ready messages and the consumers of a queue, and fetch messages. It cannot list
-queues, so ``queues`` returns only those that this service has declared.
+queues, so ``queues`` asks the management API if its URL is known, and otherwise returns the queues
+that this service has declared.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
-
-from aiormq import Channel
-from aiormq.abc import DeliveredMessage
 
 from qkit.backend import QueueSpec, QueueStats
 from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.connection import ReconnectingConnection
 from qkit.backends.rabbitmq.delay import DelayCascade
-from qkit.backends.rabbitmq.errors import translate_errors
-from qkit.backends.rabbitmq.publisher import OutgoingMessage, Publisher
-from qkit.backends.rabbitmq.topology import DELAY, group_queue
-from qkit.errors import QueueNotFound
+from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
+from qkit.backends.rabbitmq.management import ManagementAPI
+from qkit.backends.rabbitmq.queue_reader import QueueReader, get
+from qkit.backends.rabbitmq.topology import ACTIVE, DELAY, group_queue
+from qkit.errors import QueueNotFound, Unsupported
 from qkit.message import GROUP, Envelope
 
 __all__ = ["RabbitMQAdmin"]
 
-#: Largest depth at which ``peek`` reads a whole quorum queue. Reading all of it keeps the order.
-MAX_FULL_READ: Final = 1_000
+_CHANNEL: Final = re.compile(r"[A-Za-z0-9._-]+")
+_OWN_NAMES: Final = (f"{DELAY}.", ACTIVE, "amq.")  # queues of qkit itself and of the broker
 
 
 class RabbitMQAdmin:
     """Implementation of ``Admin`` for RabbitMQ; base class of the backend."""
 
     _consuming: ReconnectingConnection
-    _publisher: Publisher
+    _management: ManagementAPI | None
+    _reader: QueueReader
     _cascade: DelayCascade
     _quorum: bool
+    _letters_suffix: str
     _specs: dict[str, QueueSpec]
     _groups: dict[str, set[str]]
 
     async def queues(self) -> list[str]:
-        """Return the queues and topics that this service has declared, sorted by name."""
-        return sorted(self._specs)
+        """Return the queues and topics of the vhost, sorted by name.
+
+        Names that a channel cannot have are left out. Without the management API, only the queues
+        and topics that this service has declared are known.
+
+        Raises:
+            Unsupported: There is no management API, and this service has declared no queue.
+            BackendUnavailable: The management API does not respond.
+            ConfigError: The management API rejects the login.
+        """
+        if self._management is None:
+            if self._specs:
+                return sorted(self._specs)
+            raise Unsupported(
+                "cannot list the queues, because AMQP does not: set management_url to the URL of "
+                "RabbitMQ's management plugin (such as http://localhost:15672), or name the queues",
+                backend=BACKEND,
+                operation="queues",
+            )
+        names = set(self._specs)
+        for name in await self._management.queues():
+            channel, colon, group = name.partition(":")
+            if not _CHANNEL.fullmatch(channel) or channel.startswith(_OWN_NAMES):
+                continue
+            if colon:
+                self._groups.setdefault(channel, set()).add(group)
+            names.add(channel)
+        return sorted(names)
 
     async def stats(self, queue: str) -> QueueStats:
         """Return the number of ready messages and the number of consumers.
@@ -59,19 +87,24 @@ class RabbitMQAdmin:
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
         """Return up to ``limit`` messages; consumers do not receive them during the call.
 
-        A classic queue is unchanged afterwards. A quorum queue counts each read as a delivery, so
-        the messages that were read are replaced with copies at the end of the queue.
+        Fewer are returned if their bodies exceed 16 MiB, but at least one. A queue is unchanged
+        afterwards, except that the messages of a quorum queue are replaced with copies.
+
+        Raises:
+            QueueNotFound: The queue or topic does not exist.
+            Unsupported: The queue is a quorum queue with more than 1,000 messages, which are not
+                dead letters.
         """
         found: list[Envelope] = []
         for name in await self._queues_of(queue, "peek"):
             group = name.partition(":")[2]
-            for message in await self._read(name, limit - len(found)):
-                properties = message.header.properties
-                envelope = codec.decode(properties, message.body)
-                envelope = codec.as_dead_letter(envelope, properties, ignored=DELAY)
+            if len(found) == limit:
+                break
+            for message, envelope in await self._reader.read(name, limit - len(found)):
+                letter = codec.as_dead_letter(envelope, message.header.properties, ignored=DELAY)
                 if group:
-                    envelope.headers[GROUP] = group
-                found.append(envelope)
+                    letter.headers[GROUP] = group
+                found.append(letter)
         return found
 
     async def purge(self, queue: str) -> int:
@@ -92,21 +125,8 @@ class RabbitMQAdmin:
         Only ready messages are searched, not delayed messages or messages in flight.
         """
         wanted = Counter(ids)
-        removed = 0
-        for name in await self._queues_of(queue, "remove"):
-            with translate_errors("remove", queue):
-                async with self._consuming.own_channel() as channel:
-                    kept: list[DeliveredMessage] = []
-                    while wanted.total() and (message := await _get(channel, name)) is not None:
-                        id = codec.message_id(message.header.properties, message.body)
-                        if wanted[id]:
-                            wanted[id] -= 1
-                            removed += 1
-                            await channel.basic_ack(message.delivery_tag or 0, wait=False)
-                        else:
-                            kept.append(message)
-                    await self._put_back(channel, name, kept)
-        return removed
+        names = await self._queues_of(queue, "remove")
+        return sum([await self._reader.remove(name, wanted) for name in names])
 
     async def delete(self, queue: str) -> None:
         """Delete a queue, or a topic and its known groups, with all their messages."""
@@ -129,7 +149,7 @@ class RabbitMQAdmin:
 
     def _is_topic(self, queue: str) -> bool:
         spec = self._specs.get(queue)
-        return spec is not None and spec.broadcast
+        return queue in self._groups if spec is None else spec.broadcast
 
     async def _queues_of(self, queue: str, operation: str) -> list[str]:
         """Return the name of the queue itself, or of the queue of each known group of a topic.
@@ -153,50 +173,14 @@ class RabbitMQAdmin:
             queue=name, depth=answer.message_count or 0, consumers=answer.consumer_count
         )
 
-    async def _read(self, name: str, limit: int) -> list[DeliveredMessage]:
-        with translate_errors("peek", name):
-            async with self._consuming.own_channel() as channel:
-                read_limit = limit
-                if self._counts_reads(name):
-                    depth = (await channel.queue_declare(name, passive=True)).message_count or 0
-                    read_limit = max(limit, depth if depth <= MAX_FULL_READ else 0)
-                found: list[DeliveredMessage] = []
-                while (
-                    len(found) < read_limit and (message := await _get(channel, name)) is not None
-                ):
-                    found.append(message)
-                await self._put_back(channel, name, found)
-        return found[:limit]
-
     def _counts_reads(self, name: str) -> bool:
         """Return whether a read counts as a delivery that matters.
 
         Only quorum queues count reads, and the deliveries of a dead letter do not matter.
         """
         spec = self._specs.get(name)
-        return self._quorum and not (spec is not None and spec.drop_oldest)
-
-    async def _put_back(
-        self, channel: Channel, name: str, messages: Sequence[DeliveredMessage]
-    ) -> None:
-        """Replace messages that were read with copies if the queue counts reads.
-
-        Otherwise closing the channel returns the messages to their place.
-        """
-        if not self._counts_reads(name) or not messages:
-            return
-        copies: list[OutgoingMessage] = []
-        for message in messages:
-            properties = message.header.properties
-            envelope = codec.decode(properties, message.body)
-            attempts = envelope.attempt + codec.deliveries(properties)
-            frame = self._consuming.frame
-            copy = codec.encode_copy(envelope, properties, attempts=attempts, frame=frame)
-            copies.append(OutgoingMessage(name, "", name, copy, message.body))
-        errors = await self._publisher.publish(copies)
-        for message, error in zip(messages, errors, strict=True):
-            if error is None:
-                await channel.basic_ack(message.delivery_tag or 0, wait=False)
+        letters = spec.drop_oldest if spec is not None else name.endswith(self._letters_suffix)
+        return self._quorum and not letters
 
     async def _take_oldest(self, name: str, count: int) -> list[Envelope]:
         """Remove and return up to ``count`` messages from the head of a dead-letter queue."""
@@ -204,7 +188,7 @@ class RabbitMQAdmin:
         if count > 0:
             with translate_errors("publish", name):
                 async with self._consuming.own_channel() as channel:
-                    while len(taken) < count and (message := await _get(channel, name)) is not None:
+                    while len(taken) < count and (message := await get(channel, name)) is not None:
                         properties = message.header.properties
                         envelope = codec.decode(properties, message.body)
                         taken.append(codec.as_dead_letter(envelope, properties, ignored=DELAY))
@@ -218,8 +202,3 @@ class RabbitMQAdmin:
                 return await self._cascade.remove_delayed(self._consuming, name)
         except QueueNotFound:  # the vhost has no delay cascade
             return 0
-
-
-async def _get(channel: Channel, name: str) -> DeliveredMessage | None:
-    message = await channel.basic_get(name)
-    return None if message.delivery_tag is None else message

@@ -16,12 +16,16 @@ from qkit.backend import Capabilities, QueueSpec, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.common.errors import queue_full
 from qkit.backends.rabbitmq import codec
+from qkit.backends.rabbitmq.active_lock import ActiveLocks
 from qkit.backends.rabbitmq.admin import RabbitMQAdmin
 from qkit.backends.rabbitmq.codec import DEFAULT_FRAME_BYTES, DEFAULT_PRIORITY
 from qkit.backends.rabbitmq.connection import ConnectionParameters, ReconnectingConnection
 from qkit.backends.rabbitmq.delay import MAX_DELAY_SECONDS, DelayCascade
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
+from qkit.backends.rabbitmq.management import ManagementAPI
+from qkit.backends.rabbitmq.ordered_subscription import OrderedSubscription
 from qkit.backends.rabbitmq.publisher import OutgoingMessage, Publisher
+from qkit.backends.rabbitmq.queue_reader import QueueReader
 from qkit.backends.rabbitmq.subscription import RabbitSubscription
 from qkit.backends.rabbitmq.topology import Topology, group_queue
 from qkit.errors import (
@@ -55,10 +59,14 @@ def from_settings(settings: Settings, clock: Clock) -> RabbitMQBackend:
         replicas=settings.replicas,
         timeout=settings.send_timeout,
         dead_letter_suffix=settings.dead_letter_name("") if letters.enabled else None,
+        listed_suffix=settings.dead_letter_name(""),
         dead_letter_max_size=letters.max_size,
         tls_ca_file=settings.tls_ca_file,
         tls_cert_file=settings.tls_cert_file,
         tls_key_file=settings.tls_key_file,
+        management_url=(
+            None if settings.management_url is None else settings.management_url.get_secret_value()
+        ),
     )
 
 
@@ -73,11 +81,14 @@ class RabbitMQBackend(RabbitMQAdmin):
         timeout: Seconds to wait for a response from the broker; 10 by default.
         dead_letter_suffix: Suffix of dead-letter queue names, ``.dlq`` by default; ``None`` if the
             service does not use dead letters.
+        listed_suffix: Suffix of dead-letter queue names, even if the service does not use them;
+            ``dead_letter_suffix`` by default, or ``.dlq`` if that is ``None``.
         dead_letter_max_size: Maximum number of messages in the dead-letter queue of a channel that
             disables dead letters; 10,000 by default. Only the broker dead-letters messages there.
         tls_ca_file: PEM file of trusted CA certificates; those of the system by default.
         tls_cert_file: PEM file of the client certificate; none by default.
         tls_key_file: PEM file of its private key; not needed if ``tls_cert_file`` contains the key.
+        management_url: URL of the management plugin, which lists queues; none by default.
 
     >>> backend = RabbitMQBackend("amqp://guest:guest@localhost:5672/")
     >>> backend.capabilities.supports("priority")
@@ -96,10 +107,12 @@ class RabbitMQBackend(RabbitMQAdmin):
         quorum: bool | None = None,
         timeout: float = 10.0,
         dead_letter_suffix: str | None = ".dlq",
+        listed_suffix: str | None = None,
         dead_letter_max_size: int = 10_000,
         tls_ca_file: str | Path | None = None,
         tls_cert_file: str | Path | None = None,
         tls_key_file: str | Path | None = None,
+        management_url: str | None = None,
     ) -> None:
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._quorum = replicas > 1 if quorum is None else quorum
@@ -112,9 +125,17 @@ class RabbitMQBackend(RabbitMQAdmin):
             tls_cert_file=tls_cert_file,
             tls_key_file=tls_key_file,
         )
+        self._management: ManagementAPI | None = None
+        if management_url is not None:
+            context = parameters.tls_context() if parameters.secure else None
+            self._management = ManagementAPI(management_url, url, timeout=timeout, context=context)
         self._sending = ReconnectingConnection(parameters, "sending")
         self._consuming = ReconnectingConnection(parameters, "consuming")
+        self._reading = ReconnectingConnection(parameters, "reading")
+        self._active_locks = ActiveLocks(self._consuming)
         self._publisher = Publisher(self._sending)
+        self._letters_suffix = listed_suffix or dead_letter_suffix or ".dlq"
+        self._reader = QueueReader(self._reading, self._publisher, self._counts_reads)
         self._topology = Topology(
             quorum=self._quorum,
             replicas=replicas,
@@ -139,6 +160,7 @@ class RabbitMQBackend(RabbitMQAdmin):
         with translate_errors("start"):
             connection = await self._consuming.connect()
             self._sending.enable()
+            self._reading.enable()
             self._publisher.enable()
         version = str(connection.server_properties.get("version", ""))
         if _version(version) < MIN_VERSION:
@@ -346,7 +368,8 @@ class RabbitMQBackend(RabbitMQAdmin):
 
         Raises:
             QueueNotFound: The queue or topic does not exist.
-            ConfigError: Retries need the delay cascade, which is missing or may not be bound.
+            ConfigError: Retries need the delay cascade, which is missing or may not be bound; or
+                the subscription is ordered and the user may not create its lock.
         """
         return self._subscription(spec)
 
@@ -361,14 +384,7 @@ class RabbitMQBackend(RabbitMQAdmin):
                 queue = await self._join(declared or QueueSpec(name=queue, broadcast=True), spec)
             if spec.needs_delay:
                 await self._check_delays(queue, declared)
-            subscription = RabbitSubscription(
-                self._consuming,
-                spec,
-                queue,
-                clock=self._clock,
-                republish=self._republish,
-                copies=self._quorum,
-            )
+            subscription = self._new_subscription(spec, queue)
             try:
                 await subscription.open()
             except BaseException:
@@ -378,6 +394,26 @@ class RabbitMQBackend(RabbitMQAdmin):
             yield subscription
         finally:
             await run_to_completion(subscription.leave())  # returns messages in flight to the queue
+
+    def _new_subscription(self, spec: SubscriptionSpec, queue: str) -> RabbitSubscription:
+        if spec.ordered:
+            return OrderedSubscription(
+                self._consuming,
+                spec,
+                queue,
+                clock=self._clock,
+                republish=self._republish,
+                copies=self._quorum,
+                locks=self._active_locks,
+            )
+        return RabbitSubscription(
+            self._consuming,
+            spec,
+            queue,
+            clock=self._clock,
+            republish=self._republish,
+            copies=self._quorum,
+        )
 
     async def _join(self, topic: QueueSpec, spec: SubscriptionSpec) -> str:
         """Declare the queue of a topic's group; return its name."""
@@ -399,12 +435,14 @@ class RabbitMQBackend(RabbitMQAdmin):
             BackendUnavailable: The broker does not respond in time.
         """
         self._sending.ping_soon()
+        self._reading.ping_soon()
         await self._consuming.ping()
 
     async def aclose(self) -> None:
         """Close the channels, then the connections; idempotent."""
         await self._publisher.aclose()
         await self._sending.aclose()
+        await self._reading.aclose()
         await self._consuming.aclose()
 
     # DroppedLetterSource. Not DeadLetterSource: RabbitMQ does not report the messages that it

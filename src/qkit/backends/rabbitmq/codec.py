@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 from pamqp import encode as pamqp_encode
 from pamqp.commands import Basic
 
+from qkit._internal.ids import new_id
 from qkit.backends.common.raw_text import RAW, keep, kept, text_of
 from qkit.backends.rabbitmq.header_packing import MAX_NAME_BYTES, PACKED, fit, unpack
 from qkit.backends.rabbitmq.lenient_decoding import UNREADABLE, Unreadable, read_value
@@ -39,7 +40,7 @@ __all__ = [
     "deliveries",
     "encode",
     "encode_copy",
-    "message_id",
+    "listed_id",
     "not_before",
 ]
 
@@ -55,6 +56,7 @@ DELIVERY_COUNT: Final = "x-delivery-count"
 _BROKER_HEADERS: Final = frozenset({"x-death", DELIVERY_COUNT, "x-acquired-count"})
 _BROKER_PREFIXES: Final = ("x-first-death-", "x-last-death-")
 
+FOREIGN_PREFIX: Final = "foreign-"  # ids of messages that another program sent without an id
 JSON: Final = "application/json"
 DEFAULT_PRIORITY: Final = 5
 PERSISTENT: Final = 2
@@ -174,15 +176,23 @@ def encode_copy(
     return copy
 
 
-def decode(properties: Basic.Properties, body: bytes) -> Envelope:
+def decode(properties: Basic.Properties, body: bytes, *, now: float | None = None) -> Envelope:
     """Return the envelope of a message; its ``attempt`` is the number of recorded deliveries.
 
     A byte that is not UTF-8 is replaced with an escape, and the header ``qkit-raw`` keeps the
-    original bytes.
+    original bytes. A foreign message without an id gets a new one, which a copy of it keeps.
+
+    Args:
+        properties: AMQP properties of the message.
+        body: Its body.
+        now: Time of the delivery in seconds since the epoch. AMQP counts the expiration of a
+            foreign message from its arrival, which is unknown; it is counted from the delivery
+            instead. By default the expiration is ignored.
     """
     raw: dict[str, bytes] = {}
+    id = properties.message_id
     envelope = Envelope(
-        _message_id(properties, body, raw),
+        _clean(id, "id", raw) if id else FOREIGN_PREFIX + new_id(),
         body,
         priority=properties.priority,
         attempt=0,
@@ -199,28 +209,27 @@ def decode(properties: Basic.Properties, body: bytes) -> Envelope:
         _read_headers(table, envelope, raw)
     if raw:
         keep(headers, raw)
-    if envelope.expires_at is None and properties.expiration and properties.timestamp:
+    if properties.expiration and now is not None and envelope.expires_at is None:
         # Set by another program. Copies of the message carry ``qkit-expires-at`` instead.
         lifetime = _integer(properties.expiration)
-        if lifetime is not None:
-            envelope.expires_at = properties.timestamp.timestamp() + lifetime / 1000
+        if lifetime:  # 0 means that the message expires unless it is delivered at once
+            envelope.expires_at = now + lifetime / 1000
     return envelope
 
 
-def message_id(properties: Basic.Properties, body: bytes) -> str:
-    """Return the id of a message.
+def listed_id(properties: Basic.Properties, body: bytes) -> str:
+    """Return the id under which a message is listed and removed.
 
-    The id of a foreign message without one is a hash of its timestamp and body, so it is the same
-    at each read. Identical messages have the same id.
+    The id of a foreign message without one is a hash of what is known about it, so that it is the
+    same at each read. Identical messages have the same hash.
     """
-    return _message_id(properties, body, {})
-
-
-def _message_id(properties: Basic.Properties, body: bytes, raw: dict[str, bytes]) -> str:
     if properties.message_id:
-        return _clean(properties.message_id, "id", raw)
-    sent = str(properties.timestamp or "").encode()
-    return f"foreign-{hashlib.sha256(sent + body).hexdigest()[:32]}"
+        return _clean(properties.message_id, "id", {})
+    deaths = cast("Table", properties.headers or {}).get("x-death", "")
+    known = f"{properties.timestamp or ''}{deaths}"
+    return (
+        f"{FOREIGN_PREFIX}{hashlib.sha256(known.encode(errors='replace') + body).hexdigest()[:32]}"
+    )
 
 
 def _clean(text: str, entry: str, raw: dict[str, bytes]) -> str:

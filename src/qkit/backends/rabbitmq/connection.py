@@ -24,12 +24,14 @@ from qkit.backends.common.tls import client_context
 from qkit.backends.rabbitmq.codec import DEFAULT_FRAME_BYTES
 from qkit.backends.rabbitmq.driver import (
     AbortableTransport,
+    driver_logs_demoted,
     is_blocked,
     max_frame_bytes,
     open_connection,
 )
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
 from qkit.backends.rabbitmq.lenient_decoding import enable_lenient_decoding
+from qkit.errors import LifecycleError
 
 __all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
@@ -85,12 +87,17 @@ class ConnectionParameters:
         enable_lenient_decoding()
         return aiormq.Connection(
             self._url,
-            context=self._tls(),
+            context=self.tls_context(),
             transport_factory=transport,
             client_properties={"connection_name": f"qkit {purpose}", "product": "qkit"},
         )
 
-    def _tls(self) -> ssl.SSLContext | None:
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context; ``None`` if the connection uses no TLS.
+
+        Raises:
+            ConfigError: A TLS file cannot be read or is not valid.
+        """
         if self.secure and self._context is None:
             self._context = client_context(*self._files, backend=BACKEND, operation="connect")
         return self._context
@@ -104,7 +111,7 @@ class ReconnectingConnection:
 
     Args:
         parameters: Connection parameters.
-        purpose: ``sending`` or ``consuming``, shown in the connection name.
+        purpose: ``sending``, ``consuming`` or ``reading``, shown in the connection name.
     """
 
     def __init__(self, parameters: ConnectionParameters, purpose: str) -> None:
@@ -117,6 +124,8 @@ class ReconnectingConnection:
             backend=BACKEND,
         )
         self._transport: AbortableTransport | None = None
+        #: Event loop in which the connection was enabled; ``None`` before and after ``aclose``.
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._control: Channel | None = None
         self._control_lock = asyncio.Lock()
         self._probe: asyncio.Task[None] | None = None
@@ -127,16 +136,27 @@ class ReconnectingConnection:
         return await self._shared.get()
 
     def enable(self) -> None:
-        """Allow other methods to open the connection."""
+        """Allow other methods to open the connection, in this event loop."""
+        self.loop = asyncio.get_running_loop()
         self._shared.open()
+
+    def check_loop(self) -> None:
+        """Raise ``LifecycleError`` in another event loop, whose tasks cannot use the connection."""
+        if self.loop is not None and asyncio.get_running_loop() is not self.loop:
+            raise LifecycleError(
+                "the backend was started in another event loop: use it there, or start another "
+                "backend in this event loop",
+                backend=BACKEND,
+            )
 
     async def _open_connection(self) -> aiormq.Connection:
         self._abort()
         transport = AbortableTransport(secure=self.parameters.secure)
         connection = self.parameters.connection(self._purpose, transport)
         try:
-            async with asyncio.timeout(self.parameters.ping_timeout):
-                await open_connection(connection)
+            with driver_logs_demoted():
+                async with asyncio.timeout(self.parameters.ping_timeout):
+                    await open_connection(connection)
         except BaseException:
             transport.abort()
             raise
@@ -150,6 +170,12 @@ class ReconnectingConnection:
         self._abort()
 
     @property
+    def is_open(self) -> bool:
+        """Whether the connection is open."""
+        connection = self._shared.value
+        return connection is not None and connection.is_opened
+
+    @property
     def frame(self) -> int:
         """Largest frame in bytes that the broker accepts; RabbitMQ's default if not connected."""
         return max_frame_bytes(self._shared.value) or DEFAULT_FRAME_BYTES
@@ -159,10 +185,15 @@ class ReconnectingConnection:
 
         Args:
             confirms: Whether the broker confirms published messages; false by default.
+
+        Raises:
+            LifecycleError: The connection was enabled in another event loop.
         """
+        self.check_loop()
         connection = await self._shared.get()
-        async with asyncio.timeout(self.parameters.timeout):
-            channel = await connection.channel(publisher_confirms=confirms)
+        with driver_logs_demoted():
+            async with asyncio.timeout(self.parameters.timeout):
+                channel = await connection.channel(publisher_confirms=confirms)
         assert isinstance(channel, Channel)  # the driver declares an abstract type
         return channel
 
@@ -182,6 +213,7 @@ class ReconnectingConnection:
         The broker closes a channel after a failed request, and the driver closes it after a
         cancelled request. The next call then opens a new channel.
         """
+        self.check_loop()
         async with self._control_lock:
             channel = self._control
             if channel is None or channel.is_closed:
@@ -204,12 +236,12 @@ class ReconnectingConnection:
         Raises:
             BackendUnavailable: The broker does not respond in time.
         """
+        self.check_loop()
         await asyncio.shield(self._start_probe())
 
     def ping_soon(self) -> None:
         """Check the connection in the background if it is open."""
-        connection = self._shared.value
-        if connection is not None and connection.is_opened:
+        if self.is_open:
             self._start_probe()
 
     def _start_probe(self) -> asyncio.Task[None]:
@@ -253,6 +285,7 @@ class ReconnectingConnection:
         if self._probe is not None:
             self._probe.cancel()
         self._control = None
+        self.loop = None
         await self._shared.aclose()
 
 

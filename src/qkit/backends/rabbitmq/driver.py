@@ -15,6 +15,9 @@ Fallbacks if an attribute is missing in another version:
 - ``is_blocked``: if ``ready()`` never waits, a ping without a response closes the connection even
   while the broker blocks it.
 
+``driver_logs_demoted`` exists because the driver logs each lost connection as a warning with a
+traceback, and each failed attempt to connect as an error. qkit reports both itself.
+
 ``publish_batch`` exists for speed. ``basic_publish`` needs a lock, a timer and a write for each
 message and returns when that message is confirmed, so a hundred concurrent messages need a hundred
 tasks. One write for all of them takes less than half of the CPU time.
@@ -23,8 +26,11 @@ tasks. One write for all of them takes less than half of the CPU time.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 from aiormq import Channel, Connection
@@ -43,6 +49,7 @@ __all__ = [
     "AbortableTransport",
     "OutgoingMessage",
     "closing_future",
+    "driver_logs_demoted",
     "is_blocked",
     "max_frame_bytes",
     "open_connection",
@@ -83,6 +90,28 @@ class AbortableTransport(TransportFactory):
         """Close the socket immediately if it is open; unsent bytes are lost."""
         if self._writer is not None:
             self._writer.transport.abort()
+
+
+_demoted: contextvars.ContextVar[bool] = contextvars.ContextVar("qkit_rabbitmq", default=False)
+
+
+def _demote(record: logging.LogRecord) -> bool:
+    if not _demoted.get():
+        return True  # a connection of another library
+    record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+    return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+
+
+@contextmanager
+def driver_logs_demoted() -> Generator[None, None, None]:
+    """Log what the driver logs at ``DEBUG``, also in tasks that are created in this context."""
+    for name in ("aiormq.connection", "aiormq.channel"):
+        logging.getLogger(name).addFilter(_demote)  # no effect if it was added before
+    token = _demoted.set(True)
+    try:
+        yield
+    finally:
+        _demoted.reset(token)
 
 
 async def open_connection(connection: Connection) -> None:

@@ -54,7 +54,10 @@ class Publisher:
 
         Raises:
             BackendUnavailable: No channel could be opened.
+            LifecycleError: The connection was enabled in another event loop.
         """
+        if self._connection.loop is not asyncio.get_running_loop():
+            self._connection.check_loop()
         current = self._shared.value
         if current is None or current.channel.is_closed:
             with translate_errors("publish", messages[0].queue):

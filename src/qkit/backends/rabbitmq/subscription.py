@@ -94,10 +94,13 @@ class RabbitSubscription:
         # If this consumer is paused, its buffered messages are returned for other consumers. If it
         # has unsettled deliveries, it is only busy and will call ``receive`` again.
         self._arrivals: Arrivals[ReceivedMessage] = Arrivals(
-            unclaimed=self._return_unclaimed,
+            unclaimed=None if spec.ordered else self._return_unclaimed,
             after=UNRECEIVED_RETURN_SECONDS,
             busy=lambda: bool(self._held),
         )
+        # Attempts include the deliveries that a quorum queue has counted. The prefetched messages
+        # of an ordered subscription return as the same messages, which counts as a delivery too.
+        self._counts_deliveries = copies and not spec.ordered
         self._consumer_lock = asyncio.Lock()  # held while the consumer on the broker starts or ends
         self._lost: SubscriptionLost | None = None
         self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
@@ -112,7 +115,10 @@ class RabbitSubscription:
         channel.on_consumer_cancel_callbacks.add(self._cancelled_by_broker)
         async with asyncio.timeout(self._connection.parameters.timeout):
             await channel.basic_qos(prefetch_count=self._spec.prefetch)
-            await self._consume()
+            await self._start_consumer()
+
+    async def _start_consumer(self) -> None:
+        await self._consume()
 
     async def _consume(self) -> None:
         assert self._channel is not None
@@ -174,8 +180,8 @@ class RabbitSubscription:
         found: list[Delivery] = []
         now = self._clock.time()
         for received in taken:
-            envelope = codec.decode(received.properties, received.message.body)
-            if self._copies:
+            envelope = codec.decode(received.properties, received.message.body, now=now)
+            if self._counts_deliveries:
                 envelope.attempt += codec.deliveries(received.properties)
             self._held.add(received)
             due, expires = codec.not_before(received.properties), envelope.expires_at
@@ -353,7 +359,8 @@ class RabbitSubscription:
             if not self._copies:
                 self._requeue(received)
                 continue
-            envelope = codec.decode(received.properties, received.message.body)
+            now = self._clock.time()
+            envelope = codec.decode(received.properties, received.message.body, now=now)
             attempts = envelope.attempt + codec.deliveries(received.properties)
             copy = self._encode_copy(received, envelope, attempts)
             try:

@@ -18,8 +18,9 @@ from qkit.backends.rabbitmq.connection import ReconnectingConnection
 from qkit.backends.rabbitmq.errors import BACKEND, Difference, difference_of
 from qkit.errors import ConfigError
 
-__all__ = ["DEAD_LETTERS", "DELAY", "EXIT", "Topology", "group_queue"]
+__all__ = ["ACTIVE", "DEAD_LETTERS", "DELAY", "EXIT", "Topology", "active_queue", "group_queue"]
 
+ACTIVE: Final = "qkit.active"
 DEAD_LETTERS: Final = "qkit.dead-letters"
 DELAY: Final = "qkit.delay"
 EXIT: Final = f"{DELAY}.out"
@@ -50,7 +51,19 @@ def group_queue(topic: str, group: str) -> str:
     >>> group_queue("prices", "mail")
     'prices:mail'
     """
-    name = f"{topic}:{group}"
+    return _shortened(f"{topic}:{group}")
+
+
+def active_queue(queue: str) -> str:
+    """Return the name of the exclusive queue that the active consumer of an ordered queue holds.
+
+    >>> active_queue("orders")
+    'qkit.active:orders'
+    """
+    return _shortened(f"{ACTIVE}:{queue}")
+
+
+def _shortened(name: str) -> str:
     if len(name) <= MAX_NAME_BYTES:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
