@@ -26,6 +26,7 @@ from qkit.conformance.handlers import Handlers
 from qkit.conformance.harness import Harness, NewBackend, requires
 from qkit.conformance.headers import Headers
 from qkit.conformance.health import HealthAndMetrics
+from qkit.conformance.key_order import KeyOrder
 from qkit.conformance.lifecycle import Lifecycle
 from qkit.conformance.names import Names
 from qkit.conformance.outages import Outages
@@ -56,6 +57,7 @@ class Conformance(
     Declarations,
     Deliveries,
     Timing,
+    KeyOrder,
     Handlers,
     Settlement,
     Failure,

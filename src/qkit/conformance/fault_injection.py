@@ -16,6 +16,7 @@ from qkit.backend import (
     Delivery,
     ExtendMany,
     QueueSpec,
+    StandbyReporting,
     Subscription,
     SubscriptionSpec,
 )
@@ -203,7 +204,8 @@ class FaultInjectingBackend:
     async def _subscription(self, spec: SubscriptionSpec) -> AsyncGenerator[Subscription, None]:
         await self.subscribing(spec)
         async with self.inner.subscribe(spec) as inner:
-            subscription = _Subscription(self, inner)
+            reports = isinstance(inner, StandbyReporting)
+            subscription = (_StandbySubscription if reports else _Subscription)(self, inner)
             self._live.add(subscription)
             try:
                 yield subscription
@@ -479,3 +481,12 @@ class _Subscription:
     async def stop(self) -> None:
         await self._backend.stopping(self._inner)
         await self._inner.stop()
+
+
+class _StandbySubscription(_Subscription):
+    """The same for a subscription that reports whether it is on standby."""
+
+    @property
+    def standby(self) -> bool:
+        inner = self._inner
+        return isinstance(inner, StandbyReporting) and inner.standby
