@@ -718,6 +718,25 @@ async def test_a_lost_subscription_is_reopened_and_its_messages_are_redelivered(
     ]
 
 
+async def test_a_lost_subscription_is_logged_in_one_line_with_the_traceback_at_debug(clock, caplog):
+    backend = ScriptedBackend()
+    with caplog.at_level(logging.DEBUG, "qkit"):
+        async with make_service(consume("orders")(Work(clock)), clock=clock, backend=backend):
+            backend.script("receive", SubscriptionLost("the connection\nbroke"))
+            await clock.advance(10)
+    records = [
+        item
+        for item in caplog.records
+        if "failed subscription" in item.getMessage() or "subscribing again" in item.getMessage()
+    ]
+    assert [(item.levelname, bool(item.exc_info)) for item in records] == [
+        ("WARNING", False),
+        ("DEBUG", True),
+    ]
+    assert "SubscriptionLost: the connection" in records[0].getMessage()
+    assert "\n" not in records[0].getMessage()
+
+
 async def test_a_lost_subscription_cancels_a_batch_handler(clock):
     cancelled: list[object] = []
     done: list[object] = []

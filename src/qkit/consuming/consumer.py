@@ -153,14 +153,18 @@ class Consumer:
     def _report(self, error: Exception, wait: float) -> None:
         if isinstance(error, BackendUnavailable):
             self._connection.record_failure(error)
+        text = f"{type(error).__name__}: {error_text(error)}"
+        extra = {"queue": self.channel, "consumer": self._spec.consumer, "error": text}
         logger.warning(
             "%s: the subscription of group %s failed, subscribing again in %.1f s: %s",
             self.channel,
             self.group,
             wait,
-            type(error).__name__,
-            exc_info=error,
-            extra={"queue": self.channel, "consumer": self._spec.consumer, "error": str(error)},
+            text,
+            extra=extra,
+        )
+        logger.debug(
+            "%s: traceback of the failed subscription", self.channel, exc_info=error, extra=extra
         )
 
     def stop(self) -> None:
