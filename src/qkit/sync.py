@@ -659,6 +659,7 @@ class SyncDeadLetters:
         reason: str | None = None,
         error: str | None = None,
         ids: Collection[str] | str | None = None,
+        group: str | None = None,
     ) -> list[DeadLetter]:
         """Return dead letters without removing them, oldest first.
 
@@ -667,6 +668,7 @@ class SyncDeadLetters:
             reason: Only dead letters with this reason; see ``Reason``.
             error: Only dead letters whose error has this type, or this text in its message.
             ids: Only dead letters of these message ids.
+            group: Only dead letters of this group of a topic.
 
         Returns:
             The dead letters. The list is empty if the channel has none.
@@ -680,7 +682,9 @@ class SyncDeadLetters:
             ...     service.dead_letters("orders").list(error="TimeoutError")
             []
         """
-        return self._call(lambda: self._letters.list(limit, reason=reason, error=error, ids=ids))
+        return self._call(
+            lambda: self._letters.list(limit, reason=reason, error=error, ids=ids, group=group)
+        )
 
     def replay(
         self,
@@ -688,6 +692,7 @@ class SyncDeadLetters:
         *,
         reason: str | None = None,
         error: str | None = None,
+        group: str | None = None,
         limit: int | None = None,
     ) -> int:
         """Send dead letters back to their channel, oldest first; see ``DeadLetters.replay``.
@@ -696,6 +701,7 @@ class SyncDeadLetters:
             ids: Only dead letters of these message ids. Default: all.
             reason: Only dead letters with this reason; see ``Reason``.
             error: Only dead letters whose error has this type, or this text in its message.
+            group: Only dead letters of this group of a topic.
             limit: The maximum number of dead letters. Default: no limit.
 
         Returns:
@@ -712,7 +718,7 @@ class SyncDeadLetters:
             0
         """
         return self._call(
-            lambda: self._letters.replay(ids, reason=reason, error=error, limit=limit)
+            lambda: self._letters.replay(ids, reason=reason, error=error, group=group, limit=limit)
         )
 
     def purge(
@@ -721,6 +727,7 @@ class SyncDeadLetters:
         *,
         reason: str | None = None,
         error: str | None = None,
+        group: str | None = None,
     ) -> int:
         """Delete dead letters; see ``DeadLetters.purge``.
 
@@ -728,6 +735,7 @@ class SyncDeadLetters:
             ids: Only dead letters of these message ids. Default: all.
             reason: Only dead letters with this reason; see ``Reason``.
             error: Only dead letters whose error has this type, or this text in its message.
+            group: Only dead letters of this group of a topic.
 
         Returns:
             The number of dead letters that were deleted.
@@ -738,7 +746,7 @@ class SyncDeadLetters:
             ...     service.dead_letters("orders").purge()
             0
         """
-        return self._call(lambda: self._letters.purge(ids, reason=reason, error=error))
+        return self._call(lambda: self._letters.purge(ids, reason=reason, error=error, group=group))
 
 
 def _require_no_running_loop(operation: str) -> None:

@@ -379,10 +379,28 @@ async def test_replaying_one_group_loses_no_dead_letter_of_another(
         assert len(await letters.list()) == 2
         prices.failing = {"web": None, "risk": None}
         prices.seen.clear()
-        await letters.replay(error="ValueError")
+        assert await letters.replay(error="ValueError") == 1
         await virtual_clock.advance(1)
-        left = {letter.group for letter in await letters.list()}
-    assert {group for group, _ in prices.seen} | left == {"web", "risk"}
+        assert prices.seen == [("risk", 1)]
+        assert [letter.group for letter in await letters.list()] == ["web"]
+
+
+async def test_an_older_letter_of_another_group_is_kept_when_writing_it_again_fails(
+    virtual_clock: VirtualClock,
+) -> None:
+    """The replayed message is then sent twice, but no letter is lost."""
+    prices = Prices()
+    prices.failing = {"web": KeyError("w"), "risk": ValueError("r")}
+    async with make(virtual_clock, prices) as service:
+        await service.publish("prices", 1)
+        await virtual_clock.advance(1)
+        letters = service.dead_letters("prices")
+        before = await letters.list()
+        prices.failing = {"web": None, "risk": None}
+        backend_of(service).script("publish", None, QueueFull("full"))
+        with pytest.raises(QueueFull):
+            await letters.replay(group=before[-1].group)
+        assert await letters.list() == before
 
 
 async def test_a_service_without_handlers_can_replay_dead_letters_of_a_topic(

@@ -125,9 +125,11 @@ def test_a_purge_keeps_messages_that_fail_after_the_confirmation_prompt(
         found = real(self, name)
         purge = found.purge
 
-        async def purge_after_another_failure(ids: Collection[str] | None = None) -> int:
+        async def purge_after_another_failure(
+            ids: Collection[str] | None = None, *, group: str | None = None
+        ) -> int:
             await self._backend.publish(self.settings.dead_letter_name(name), [late])
-            return await purge(ids)
+            return await purge(ids, group=group)
 
         monkeypatch.setattr(found, "purge", purge_after_another_failure)
         return found
@@ -144,7 +146,9 @@ def test_a_purge_keeps_messages_that_fail_after_the_confirmation_prompt(
 def test_a_purge_reports_how_many_were_deleted(
     shell: Shell, letters: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def purge_two(self: DeadLetters, ids: Collection[str]) -> int:
+    async def purge_two(
+        self: DeadLetters, ids: Collection[str], *, group: str | None = None
+    ) -> int:
         return 2  # as if another process had deleted the third
 
     monkeypatch.setattr(DeadLetters, "purge", purge_two)

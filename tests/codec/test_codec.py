@@ -505,3 +505,20 @@ def test_no_module_imports_a_loader_that_can_run_code() -> None:
         imports = [line for line in source.splitlines() if line.startswith(("import", "from"))]
         for loader in ("pickle", "marshal", "shelve", "yaml", "importlib", "dill"):
             assert not any(loader in line for line in imports)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize(
+    ("kind", "template"),
+    [(float, "%s"), (Any, "%s"), (None, "[%s]"), (dict, '{"a": %s}'), (list, '[["NaN"], %s]')],
+)
+def test_nan_and_infinity_in_a_body_from_another_program_are_undecodable(
+    kind: Any, template: str, number: str
+) -> None:
+    with pytest.raises(DecodeError, match=r"expected value|invalid number"):
+        Codec(kind).decode((template % number).encode(), {})
+
+
+def test_nan_and_infinity_in_a_text_are_decoded() -> None:
+    body = b'{"NaN": "Infinity", "note": "-Infinity \\" NaN"}'
+    assert Codec(dict).decode(body, {})["note"] == '-Infinity " NaN'

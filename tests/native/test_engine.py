@@ -617,3 +617,13 @@ async def test_a_topic_cannot_be_a_dead_letter_queue(clock: VirtualClock) -> Non
         await engine.create("orders_dlq", broadcast=True)
         with pytest.raises(ConfigError, match="topic"):
             await engine.create("orders")
+
+
+async def test_more_than_ten_thousand_dead_letters_are_replayed() -> None:
+    async with Engine() as engine:
+        await engine.create("orders", dead_letter_max_depth=20_000, max_retries=0)
+        for _ in range(10_001):
+            await engine.publish("orders", b"x")
+            await (await take(engine, "orders")).nack(requeue=False)
+        assert await engine.retry_dead_letters("orders") == 10_001
+        assert (await engine.stats("orders")).depth == 10_001

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -29,6 +28,7 @@ class DeadLetters:
         send: Sends envelopes to the channel.
         check: Takes the name of an operation; raises ``LifecycleError`` unless the service is
             running in this event loop.
+        keep: Writes envelopes to the dead-letter queue and waits for the confirmation.
 
     Example:
         >>> import asyncio
@@ -57,12 +57,14 @@ class DeadLetters:
         queue: str,
         send: Callable[[Sequence[Envelope]], Awaitable[list[Sent]]],
         check: Callable[[str], None],
+        keep: Callable[[Sequence[Envelope]], Awaitable[object]],
     ) -> None:
         self._admin = admin
         self._channel = channel
         self._queue = queue
         self._send = send
         self._check = check
+        self._keep = keep
 
     async def list(
         self,
@@ -71,6 +73,7 @@ class DeadLetters:
         reason: str | None = None,
         error: str | None = None,
         ids: Collection[str] | str | None = None,
+        group: str | None = None,
     ) -> list[DeadLetter]:
         """Return dead letters without removing them, oldest first.
 
@@ -79,6 +82,7 @@ class DeadLetters:
             reason: Only dead letters with this reason; see ``Reason``.
             error: Only dead letters whose error has this type, or this text in its message.
             ids: Only dead letters of these message ids.
+            group: Only dead letters of this group of a topic.
 
         Returns:
             The dead letters. The list is empty if the channel has none.
@@ -100,7 +104,7 @@ class DeadLetters:
         if limit < 1:
             raise ValueError(f"limit={limit!r}: must be at least 1")
         wanted_ids = {ids} if isinstance(ids, str) else None if ids is None else set(ids)
-        filtered = reason is not None or error is not None or wanted_ids is not None
+        filtered = any(item is not None for item in (reason, error, wanted_ids, group))
         try:
             with ChannelErrors(self._channel):
                 envelopes = await self._admin.peek(self._queue, MAX_LISTED if filtered else limit)
@@ -109,7 +113,13 @@ class DeadLetters:
         letters = (
             replace(DeadLetter.from_envelope(item), channel=self._channel) for item in envelopes
         )
-        return [letter for letter in letters if _matches(letter, reason, error, wanted_ids)][:limit]
+        found = (
+            letter
+            for letter in letters
+            if (group is None or letter.group == group)
+            and _matches(letter, reason, error, wanted_ids)
+        )
+        return [letter for letter, _ in zip(found, range(limit), strict=False)]
 
     async def replay(
         self,
@@ -117,18 +127,21 @@ class DeadLetters:
         *,
         reason: str | None = None,
         error: str | None = None,
+        group: str | None = None,
         limit: int | None = None,
     ) -> int:
-        """Send dead letters back to their channel, oldest first.
+        """Send dead letters back to their channel, oldest first; those of a group to that group.
 
         A message keeps its id and starts at attempt 1. It is sent before its dead letter is
         removed, so a crash in between duplicates it. If a message of a topic failed in several
-        groups, all its dead letters are replayed together, each to its own group.
+        groups, each has a dead letter with the same message id, and only those that match are
+        replayed. An older one that does not match is moved to the end of the dead-letter queue.
 
         Args:
             ids: Only dead letters of these message ids. Default: all.
             reason: Only dead letters with this reason; see ``Reason``.
             error: Only dead letters whose error has this type, or this text in its message.
+            group: Only dead letters of this group of a topic.
             limit: The maximum number of dead letters. Default: no limit.
 
         Returns:
@@ -150,40 +163,70 @@ class DeadLetters:
         """
         self._check("dead_letters().replay")
         letters = await self.list(
-            MAX_LISTED if limit is None else limit, reason=reason, error=error, ids=ids
+            MAX_LISTED if limit is None else limit,
+            reason=reason,
+            error=error,
+            ids=ids,
+            group=group,
         )
-        if any(letter.group is not None for letter in letters):
-            # ``remove`` selects by message id, which the letters of all groups share. Without this,
-            # the letter of another group could be removed without being sent.
-            letters = await self.list(MAX_LISTED, ids={letter.message_id for letter in letters})
-        by_id: dict[str, list[DeadLetter]] = {}
-        for letter in letters:
-            by_id.setdefault(letter.message_id, []).append(letter)
-        groups = list(by_id.values())
+        existing = _by_id(await self._with_same_ids(letters))
+        groups = list(_by_id(letters).items())
         for start in range(0, len(groups), REPLAY_BATCH_SIZE):
             batch = groups[start : start + REPLAY_BATCH_SIZE]
-            await self._replay([letter for group in batch for letter in group])
+            await self._replay(
+                [letter for _, items in batch for letter in items],
+                [letter for id, _ in batch for letter in existing[id]],
+            )
         return len(letters)
 
-    async def _replay(self, letters: Sequence[DeadLetter]) -> None:
-        # ``remove`` deletes the oldest message with an id, once for each time the id is listed. If
-        # a message fails again before its letter is removed, the new letter is kept.
+    async def _with_same_ids(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
+        """Return all dead letters with the ids of ``letters``, which the groups of a topic share.
+
+        A message of a queue has one dead letter.
+        """
+        if all(letter.group is None for letter in letters):
+            return letters
+        return await self.list(MAX_LISTED, ids={letter.message_id for letter in letters})
+
+    async def _replay(self, letters: Sequence[DeadLetter], existing: Sequence[DeadLetter]) -> None:
         try:
             await self._send([letter.to_replay() for letter in letters])
         except PartialSend as partial:
             # Remove the letters whose messages were confirmed; otherwise a second replay would
-            # send them twice. Keep them if another letter with the same id was rejected, because
-            # ``remove`` might delete that one.
-            results = list(zip(letters, partial.results, strict=True))
-            kept = {letter.message_id for letter, item in results if not isinstance(item, Sent)}
-            sent = [letter.message_id for letter in letters if letter.message_id not in kept]
-            await self._remove(sent)
+            # send them twice.
+            results = zip(letters, partial.results, strict=True)
+            sent = [letter for letter, result in results if isinstance(result, Sent)]
+            await self._remove(sent, existing)
             raise
-        await self._remove([letter.message_id for letter in letters])
+        await self._remove(letters, existing)
 
-    async def _remove(self, ids: Sequence[str]) -> int:
+    async def _remove(self, letters: Sequence[DeadLetter], existing: Sequence[DeadLetter]) -> int:
+        """Remove exactly these dead letters; return how many.
+
+        The backend removes the oldest message with an id, once for each time the id is listed. An
+        older letter that must be kept is therefore written again first. A letter that was written
+        after ``existing`` was listed is younger, and is kept.
+
+        Args:
+            letters: The dead letters to remove.
+            existing: All dead letters with their ids, oldest first.
+        """
+        remaining = _by_id(letters)
+        ids: list[str] = []
+        kept: list[DeadLetter] = []
+        for letter in existing:
+            wanted = remaining.get(letter.message_id)
+            if not wanted:
+                continue
+            ids.append(letter.message_id)
+            if letter in wanted:
+                wanted.remove(letter)
+            else:
+                kept.append(letter)
+        if kept:
+            await self._keep([letter.to_envelope() for letter in kept])
         with ChannelErrors(self._channel):
-            return await self._admin.remove(self._queue, ids)
+            return await self._admin.remove(self._queue, ids) - len(kept)
 
     async def purge(
         self,
@@ -191,16 +234,18 @@ class DeadLetters:
         *,
         reason: str | None = None,
         error: str | None = None,
+        group: str | None = None,
     ) -> int:
         """Delete dead letters.
 
-        If a message of a topic failed in several groups and the filters match only some of its dead
-        letters, all of them are kept, because they share the message id.
+        If a message of a topic failed in several groups, only its dead letters that match are
+        deleted. An older one that does not match is moved to the end of the dead-letter queue.
 
         Args:
             ids: Only dead letters of these message ids. Default: all.
             reason: Only dead letters with this reason; see ``Reason``.
             error: Only dead letters whose error has this type, or this text in its message.
+            group: Only dead letters of this group of a topic.
 
         Returns:
             The number of dead letters that were deleted.
@@ -216,25 +261,21 @@ class DeadLetters:
         """
         self._check("dead_letters().purge")
         try:
-            if ids is None and reason is None and error is None:
+            if ids is None and reason is None and error is None and group is None:
                 with ChannelErrors(self._channel):
                     return await self._admin.purge(self._queue)
-            matching = await self._count(reason=reason, error=error, ids=ids)
-            existing = await self._count(ids=set(matching))
-            purged = [id for id in matching.elements() if matching[id] == existing[id]]
-            return await self._remove(purged)
+            letters = await self.list(MAX_LISTED, reason=reason, error=error, ids=ids, group=group)
+            existing = await self.list(MAX_LISTED, ids={letter.message_id for letter in letters})
+            return await self._remove(letters, existing)
         except QueueNotFound:
             return 0
 
-    async def _count(
-        self,
-        *,
-        ids: Collection[str] | str | None,
-        reason: str | None = None,
-        error: str | None = None,
-    ) -> Counter[str]:
-        letters = await self.list(MAX_LISTED, reason=reason, error=error, ids=ids)
-        return Counter(letter.message_id for letter in letters)
+
+def _by_id(letters: Sequence[DeadLetter]) -> dict[str, list[DeadLetter]]:
+    found: dict[str, list[DeadLetter]] = {}
+    for letter in letters:
+        found.setdefault(letter.message_id, []).append(letter)
+    return found
 
 
 def _matches(

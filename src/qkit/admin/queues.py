@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -91,12 +92,14 @@ class QueueAdmin:
                 return await self._replay_heard(self._backend, name, envelopes, topic=topic)
             return await self._producer.replay(name, envelopes, topic=topic)
 
+        queue = self._settings.broker_name(self._settings.dead_letter_name(check_name(name)))
+
+        async def keep(envelopes: Sequence[Envelope]) -> None:
+            async with asyncio.timeout(self._settings.send_timeout):
+                await self._backend.publish(queue, envelopes)
+
         return DeadLetters(
-            admin,
-            channel=name,
-            queue=self._settings.broker_name(self._settings.dead_letter_name(check_name(name))),
-            send=replay,
-            check=self._check,
+            admin, channel=name, queue=queue, send=replay, check=self._check, keep=keep
         )
 
     async def _replay_heard(

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -280,9 +281,11 @@ def replay(
             letters = await selection.of(running, queue)
             if not letters or dry_run:
                 return letters, len(letters)
-            replay = running.dead_letters(queue).replay
-            ids = [letter.message_id for letter in letters]
-            return letters, await _replay_in_batches(ids, replay, rate)
+            replay, done = running.dead_letters(queue).replay, 0
+            for group in dict.fromkeys(letter.group for letter in letters):
+                ids = [letter.message_id for letter in letters if letter.group == group]
+                done += await _replay_in_batches(ids, partial(replay, group=group), rate)
+            return letters, done
 
     _report(*run(main()), queue, "replayed", dry_run, as_json)
 
@@ -314,8 +317,11 @@ def purge(
             if not confirm(question, yes):
                 return None
             # Purge by id even if all are selected: the user has not confirmed later dead letters.
-            ids = {item.message_id for item in letters}
-            return letters, await running.dead_letters(queue).purge(ids)
+            purge, done = running.dead_letters(queue).purge, 0
+            for group in dict.fromkeys(letter.group for letter in letters):
+                ids = {letter.message_id for letter in letters if letter.group == group}
+                done += await purge(ids, group=group)
+            return letters, done
 
     answer = run(main())
     if answer is None:
@@ -328,7 +334,7 @@ async def _replay_in_batches(
     ids: list[str], replay: Callable[[list[str]], Awaitable[int]], rate: float | None
 ) -> int:
     """Replay at most ``rate`` dead letters per second; return how many were replayed."""
-    ids = list(dict.fromkeys(ids))  # several groups may have a dead letter of the same message
+    ids = list(dict.fromkeys(ids))  # a message may have several dead letters
     batch_size = len(ids) if rate is None else max(1, int(rate / 4))
     loop = asyncio.get_running_loop()
     began, replayed = loop.time(), 0

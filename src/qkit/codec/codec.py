@@ -27,6 +27,7 @@ from typing import (
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import SchemaSerializer
+from pydantic_core import from_json as parse_json
 from pydantic_core import to_json as dump_any_json
 
 from qkit.codec.compression import check_size, compress, decompress
@@ -227,7 +228,12 @@ class Codec(Generic[T]):
                     "send JSON, or declare the body as bytes"
                 )
         try:
-            return self._validate_json(body)
+            value = self._validate_json(body)
+            # pydantic accepts NaN and Infinity, which are not JSON. They may be part of a text, so
+            # parse the body again. (find is faster than in or a regular expression.)
+            if body.find(b"NaN") >= 0 or body.find(b"Infinity") >= 0:
+                parse_json(body, allow_inf_nan=False)
+            return value
         except MemoryError:
             raise
         except Exception as exc:

@@ -43,6 +43,7 @@ GOOD = [
     pytest.param(str, b"just text", {CONTENT_TYPE: "text/plain"}, "just text", id="text"),
     pytest.param(str, b"Gr\xfc\xdfe", LATIN, "Grüße", id="latin-1"),
     pytest.param(str, b'"quoted"', {}, "quoted", id="json-str"),
+    pytest.param(dict, b'{"NaN": "-Infinity"}', {}, {"NaN": "-Infinity"}, id="nan-in-text"),
     pytest.param(bytes, b"\xff\x00\xfe", {}, b"\xff\x00\xfe", id="bytes"),
     pytest.param(bytes, b"<a/>", XML, b"<a/>", id="bytes-of-any-type"),
 ]
@@ -54,6 +55,10 @@ BAD = [
     pytest.param(Item, b"[1, 2]", {}, id="wrong-type"),
     pytest.param(list, b"[" * 100_000 + b"]" * 100_000, {}, id="deep"),
     pytest.param(dict, b'{"a":' * 100_000 + b"1" + b"}" * 100_000, {}, id="deep-dict"),
+    pytest.param(float, b"NaN", {}, id="nan"),
+    pytest.param(Item, b'{"id": 1, "more": NaN}', {}, id="nan-in-unknown-field"),
+    pytest.param(dict, b'{"a": [{"b": -Infinity}]}', {}, id="nested-infinity"),
+    pytest.param(Any, b"\xef\xbb\xbf[1.5, Infinity]", {}, id="infinity-in-any-value"),
     pytest.param(str, b"\xff\xfe\xfa", {}, id="not-utf-8"),
     pytest.param(str, b"\xff\xfe\xfa", {CONTENT_TYPE: "text/plain"}, id="text-not-utf-8"),
     pytest.param(str, b"a", {CONTENT_TYPE: "text/plain; charset=punycode"}, id="unknown-charset"),

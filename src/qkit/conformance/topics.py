@@ -19,6 +19,7 @@ class _Group:
     """Handler of one group and the messages it received."""
 
     def __init__(self, topic: str, group: str, *, fails: int = 0, rejects: bool = False) -> None:
+        self.name = group
         self.got: list[tuple[str, int]] = []
         self.ids: list[str] = []
 
@@ -164,6 +165,29 @@ class Topics(Harness):
         await self.elapse(0.3)
         assert len(one.got) == len(two.got) == 2
         assert await service.dead_letters(name).list() == []
+
+    @requires("topics", "dead_letters")
+    async def test_only_the_named_dead_letters_of_a_message_are_replayed_and_purged(
+        self, serve: Serve, name: str
+    ) -> None:
+        groups = [_Group(name, group, rejects=True) for group in ("one", "two", "three")]
+        service = await serve(*(group.handler for group in groups))
+        sent = await service.publish(name, "a")
+        letters = service.dead_letters(name)
+        youngest = (await self.letters(service, name, 3))[-1]
+        for group in groups:
+            group.rejects = False
+        assert await letters.replay([sent.message_id], group="none") == 0
+        assert await letters.replay([sent.message_id], group=youngest.group) == 1
+        (replayed,) = (group for group in groups if group.name == youngest.group)
+        await self.until(lambda: len(replayed.got) == 2)
+        left = await letters.list()
+        assert len(left) == 2
+        assert {letter.group for letter in left} == {"one", "two", "three"} - {youngest.group}
+        assert await letters.purge([sent.message_id], group=left[-1].group) == 1
+        assert await letters.list() == left[:1]
+        await self.elapse(0.3)
+        assert sorted(len(group.got) for group in groups) == [1, 1, 2]
 
     @requires("topics", "queues")
     async def test_send_and_publish_reject_the_wrong_kind_of_channel(

@@ -13,6 +13,7 @@ import builtins  # Engine.list shadows the built-in list
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -1256,8 +1257,6 @@ class Engine:
     async def retry_dead_letters(self, name: str, ids: Collection[str] | None = None) -> int:
         """Replay dead letters. Each keeps its id and restarts at its first attempt.
 
-        Only the first 10,000 dead letters are considered.
-
         Args:
             name: Name of the queue or topic.
             ids: Ids of the dead letters to replay. Default: all.
@@ -1284,7 +1283,7 @@ class Engine:
         letters, channel = self._letters(name), self.catalogue.find(name, "retry")
         done: builtins.list[str] = []
         try:
-            for letter in await self.dead_letters(name):
+            for letter in await self.dead_letters(name, limit=sys.maxsize):
                 if ids is None or letter.message_id in ids:
                     item = letter.to_replay()
                     await self._put(channel, item)

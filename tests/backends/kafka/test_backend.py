@@ -31,6 +31,7 @@ from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,
+    LifecycleError,
     PayloadTooLarge,
     QueueError,
     QueueNotFound,
@@ -193,6 +194,31 @@ async def test_keyed_messages_keep_their_order_and_keyless_ones_are_spread(
 
 
 # Topics
+
+
+async def test_in_another_event_loop_nothing_is_sent(backend: KafkaBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("a", b"")])
+
+    async def misuse() -> None:
+        calls = [
+            backend.publish(name, [Envelope("b", b"")]),
+            backend.publish(name, [Envelope("c", b"", not_before=9e9)]),
+            backend.declare(QueueSpec(name=f"{name}-other")),
+            backend.stats(name),
+            backend.purge(name),
+            backend.ping(),
+            backend.subscribe(spec(name)).__aenter__(),
+        ]
+        for call in calls:
+            with pytest.raises(LifecycleError, match="another event loop"):
+                await call
+
+    await asyncio.to_thread(asyncio.run, misuse())
+    async with backend.subscribe(spec(name)) as subscription:
+        assert [item.envelope.id for item in await take(subscription)] == ["a"]
+    assert f"{name}-other" not in await backend.queues()
+    assert (await backend.bounds(name))[0][1] + (await backend.bounds(name))[1][1] <= 1
 
 
 @pytest.mark.proves("003-dlq-5")

@@ -31,6 +31,25 @@ def test_the_log_of_the_driver_contains_no_password(caplog: pytest.LogCaptureFix
     assert "metadata" in caplog.text
 
 
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+def test_the_driver_logs_a_broker_error_in_one_line_and_its_traceback_only_at_debug(
+    caplog: pytest.LogCaptureFixture, level: int
+) -> None:
+    logger = logging.getLogger("aiokafka.producer.sender")
+    with caplog.at_level(level, logger=logger.name):
+        for error in (driver.errors.KafkaConnectionError("down"), ValueError("a bug")):
+            try:
+                raise error
+            except Exception:
+                logger.exception("Unexpected error in sender %s", "routine")
+    outage, bug = caplog.records
+    debug = level == logging.DEBUG
+    assert bool(outage.exc_info) is debug
+    assert ("down" in outage.getMessage()) is not debug
+    assert outage.getMessage().startswith("Unexpected error in sender routine")
+    assert bug.exc_info
+
+
 async def test_a_batch_that_awaits_a_retry_can_fail_after_its_producer_is_closed() -> None:
     """The driver's callback would otherwise not find the batch among the pending ones."""
     loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +13,7 @@ import pytest_asyncio
 
 from qkit._internal.ids import new_id
 from qkit.backend import Delivery, LossReporting, QueueSpec
-from qkit.backends.kafka import driver
+from qkit.backends.kafka import driver, group
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.backends.kafka.group import GroupMembership
 from qkit.errors import SubscriptionLost
@@ -171,3 +172,31 @@ async def test_each_lost_delivery_is_reported_once(backend: KafkaBackend, name: 
         subscription.membership.fail(SubscriptionLost("broken"))
         assert len(reported) == 39
         assert {*reported, of_first[0]} == set(held)
+
+
+# Idle consumers
+
+
+async def test_a_consumer_without_a_partition_is_told_once_to_add_partitions(
+    kafka_url: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        return [item.getMessage() for item in caplog.records if item.name == "qkit"]
+
+    caplog.set_level(logging.WARNING, "qkit")
+    monkeypatch.setattr(group, "TOPIC_CHECK_INTERVAL_SECONDS", 0.1)
+    backend = KafkaBackend(kafka_url, partitions=1, heartbeat=0.2)
+    await backend.start()
+    try:
+        await backend.declare(QueueSpec(name=name))
+        async with backend.subscribe(spec(name)):
+            await asyncio.sleep(0.5)
+            assert warnings() == []
+            async with backend.subscribe(spec(name)):
+                await eventually(warnings)
+                await asyncio.sleep(0.5)
+    finally:
+        await backend.aclose()
+    (text,) = warnings()
+    assert f"the topic has 1 partitions for 2 consumers of the group {name}" in text
+    assert f"--topic {name} --partitions 2" in text

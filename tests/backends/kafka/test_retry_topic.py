@@ -59,6 +59,7 @@ def retry_consumer(on_due: Callable[[FetchedMessage], None]) -> RetryTopicConsum
         ConnectionParameters("127.0.0.1:1"),
         unused_publisher,
         topic="q.retry",
+        ordered_topic=None,
         group=None,
         clock=SystemClock(),
         on_due=on_due,

@@ -14,7 +14,7 @@ from qkit.backends.kafka.connection import ConnectionParameters
 from qkit.backends.kafka.driver import Admin, NewTopic, Partition, RecordsToDelete, errors
 from qkit.backends.kafka.errors import BACKEND, translate_errors
 from qkit.backends.kafka.offsets import CommittedOffset
-from qkit.errors import BackendUnavailable, ConfigError, QueueNotFound
+from qkit.errors import BackendUnavailable, ConfigError, LifecycleError, QueueNotFound
 
 __all__ = ["Cluster", "not_found"]
 
@@ -44,6 +44,8 @@ class Cluster:
     def __init__(self, parameters: ConnectionParameters) -> None:
         self._parameters = parameters
         self._admin: Any = None
+        #: Event loop in which ``connect`` was called; ``None`` before and after ``aclose``.
+        self.loop: asyncio.AbstractEventLoop | None = None
         #: Number of partitions of each topic, as of the last request for it.
         self.last_known_partitions: dict[str, int] = {}
         self._outdated: set[str] = set()  # topics whose number of partitions may have changed
@@ -68,10 +70,12 @@ class Cluster:
             await driver.close_admin(admin)
             raise
         self._admin = admin
+        self.loop = asyncio.get_running_loop()
 
     async def aclose(self) -> None:
         """Disconnect; idempotent."""
         admin, self._admin = self._admin, None
+        self.loop = None
         self.last_known_partitions.clear()
         self._outdated.clear()
         if admin is not None:
@@ -98,10 +102,21 @@ class Cluster:
         async with self._request("ping", timeout=PING_TIMEOUT_SECONDS):
             await self._exchange(driver.metadata_request([]))
 
+    def check_loop(self, operation: str) -> None:
+        """Raise ``LifecycleError`` in another event loop, whose tasks cannot use the connection."""
+        if self.loop is not None and asyncio.get_running_loop() is not self.loop:
+            raise LifecycleError(
+                "the backend was started in another event loop: use it there, or start another "
+                "backend in this event loop",
+                backend=BACKEND,
+                operation=operation,
+            )
+
     @asynccontextmanager
     async def _request(
         self, operation: str, topic: str | None = None, timeout: float | None = None
     ) -> AsyncGenerator[None, None]:
+        self.check_loop(operation)
         with translate_errors(operation, topic):
             async with asyncio.timeout(timeout or self._parameters.timeout):
                 yield

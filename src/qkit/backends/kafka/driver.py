@@ -107,7 +107,22 @@ def _has_no_credentials(record: logging.LogRecord) -> bool:
     return not any(type(item).__name__.startswith("SaslAuthenticate") for item in arguments)
 
 
+def _shorten_traceback(record: logging.LogRecord) -> bool:
+    """Replace the traceback of a broker error with its text, unless the logger logs DEBUG."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, (errors.KafkaError, OSError)) and not _debugs(record.name):
+        record.msg = f"{record.getMessage()}: {error!r}".replace("\n", " ")
+        record.args, record.exc_info, record.exc_text = (), None, None
+    return True
+
+
+def _debugs(name: str) -> bool:
+    return logging.getLogger(name).isEnabledFor(logging.DEBUG)
+
+
 logging.getLogger("aiokafka.conn").addFilter(_has_no_credentials)
+for _name in ("conn", "consumer.fetcher", "consumer.group_coordinator", "producer.sender"):
+    logging.getLogger(f"aiokafka.{_name}").addFilter(_shorten_traceback)
 
 
 _MemoryRecords: Any = _fetcher.MemoryRecords

@@ -107,6 +107,7 @@ class GroupMembership:
         self._leaving = False  # giving up partitions, but still settling messages
         self._closing = False
         self._left = False
+        self._warned_idle = False
         self._wanted: dict[Partition, float] = {}  # partition to give up: time of the request
         self._stable = asyncio.Event()  # set while no rebalance is in progress
         self._idle = asyncio.Event()  # set when a partition may be ready to be given up
@@ -425,11 +426,20 @@ class GroupMembership:
     # Topic check
 
     async def _watch_topic(self) -> None:
-        """End this membership when the topic is deleted, which the driver does not report."""
+        """End this membership when the topic is deleted, which the driver does not report.
+
+        Also warn once if this consumer has no partition of the topic at two successive checks.
+        """
+        idle_checks = 0
         while True:
             await asyncio.sleep(TOPIC_CHECK_INTERVAL_SECONDS)
+            idle = not any(partition.topic == self.topic for partition in self.trackers)
+            idle_checks = idle_checks + 1 if idle and self.stable and not self._leaving else 0
             with contextlib.suppress(QueueError):
-                if not await self._cluster.count_partitions(self.topic):
+                partitions = await self._cluster.count_partitions(self.topic)
+                if idle_checks >= 2 and partitions and not self._warned_idle:
+                    await self._warn_idle(partitions)
+                if not partitions:
                     self.fail(
                         SubscriptionLost(
                             "the topic was deleted",
@@ -439,6 +449,25 @@ class GroupMembership:
                         )
                     )
                     return
+
+    async def _warn_idle(self, partitions: int) -> None:
+        """Warn that this consumer receives no messages, if there are too few partitions."""
+        members = await self._cluster.members(self.group)
+        if members <= partitions:
+            return
+        self._warned_idle = True
+        logger.warning(
+            "%s: this consumer receives no messages: the topic has %d partitions for %d consumers "
+            "of the group %s, and each partition has one consumer. Add partitions "
+            "(kafka-topics.sh --alter --topic %s --partitions %d), set 'partitions' for new "
+            "topics, or start fewer workers with a higher concurrency",
+            self.topic,
+            partitions,
+            members,
+            self.group,
+            self.topic,
+            members,
+        )
 
 
 def subscription_error(error: BaseException, topic: str) -> QueueError:

@@ -121,9 +121,12 @@ class Publisher:
         Raises:
             QueueNotFound: The topic does not exist.
             QueueError: The producer failed or could not be created.
+            LifecycleError: The cluster was connected in another event loop.
         """
         if not records:
             return []
+        if self._cluster.loop is not asyncio.get_running_loop():
+            self._cluster.check_loop(operation)
         partitions = await self._cluster.partitions(topic, operation)
         results: list[RecordMetadata | QueueError] = [_NOT_CONFIRMED] * len(records)
         batches: list[_Batch] = []

@@ -9,6 +9,7 @@ from typing import Any, Final
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.tasks import cancel_and_wait
+from qkit._internal.text import error_text
 from qkit.backends.kafka import codec, driver
 from qkit.backends.kafka.codec import KafkaRecord, RecordAttributes
 from qkit.backends.kafka.connection import ConnectionParameters
@@ -25,7 +26,7 @@ __all__ = ["RetryTopicConsumer", "retry_record"]
 
 READ_AHEAD: Final = 1_000  # maximum number of records per tier in memory
 MAX_POLL_SECONDS: Final = 5.0
-RETRY_DELAY_SECONDS: Final = 1.0  # after a failed read, or a failed move to a lower tier
+RETRY_DELAY_SECONDS: Final = 1.0  # after a failed read, or a failed write of due messages
 
 
 def retry_record(
@@ -58,10 +59,12 @@ class RetryTopicConsumer:
         parameters: Connection parameters.
         publisher: Publisher for messages that move to a lower tier.
         topic: Name of the retry topic.
+        ordered_topic: Topic of the channel if the subscription is ordered: each message that is due
+            is written there, to the partition of its key. ``None`` to call ``on_due`` instead.
         group: Name of the topic's group; ``None`` for a queue.
         clock: Clock of the service.
         on_due: Called with each message that is due.
-        on_settled: Called with the tracker of a tier when a record has moved to a lower tier.
+        on_settled: Called with the tracker of a tier when a record was written elsewhere.
         on_task_done: Done callback of the background task.
     """
 
@@ -71,6 +74,7 @@ class RetryTopicConsumer:
         publisher: Publisher,
         *,
         topic: str,
+        ordered_topic: str | None,
         group: str | None,
         clock: Clock,
         on_due: Callable[[FetchedMessage], None],
@@ -80,6 +84,7 @@ class RetryTopicConsumer:
         self._parameters = parameters
         self._publisher = publisher
         self._topic = topic
+        self._ordered_topic = ordered_topic
         self._group = group
         self._clock = clock
         self._on_due = on_due
@@ -203,44 +208,87 @@ class RetryTopicConsumer:
         partition = Partition(found.topic, found.partition)
         message = FetchedMessage(tracker, partition, found.offset, envelope, attributes)
         tracker.read(found.offset, message)
-        now = self._clock.time()
-        if attributes.not_before is None or attributes.not_before <= now:
-            self._on_due(message)
-        else:
-            leaves = leaves_tier_at(found.partition, found.timestamp / 1000, attributes.not_before)
-            self._due.add(leaves, message)
+        written_at = found.timestamp / 1000
+        due = attributes.not_before
+        leaves = written_at if due is None else leaves_tier_at(found.partition, written_at, due)
+        self._due.add(leaves, message)
 
     async def _process_due(self) -> None:
         """Deliver messages that are due; move the others that leave their tier to a lower tier."""
         now = self._clock.time()
+        due: list[FetchedMessage] = []
         to_move: list[FetchedMessage] = []
         for message in self._due.pop_due(now):
             if not message.pending:
                 continue  # the message was purged, or the tier was lost
-            if message.attributes.not_before is None or message.attributes.not_before <= now:
+            not_before = message.attributes.not_before
+            (due if not_before is None or not_before <= now else to_move).append(message)
+        if self._ordered_topic is None:
+            for message in due:
                 self._on_due(message)
-            else:
-                to_move.append(message)
+        elif due:
+            await self._write_to_channel(self._ordered_topic, due)
         if to_move:
-            await self._move_to_lower_tier(to_move, now)
+            records = [self._next_record(message, now) for message in to_move]
+            for message, _ in await self._move(self._topic, to_move, records):
+                self._due.add(now + RETRY_DELAY_SECONDS, message)
 
-    async def _move_to_lower_tier(self, messages: list[FetchedMessage], now: float) -> None:
-        records = [self._next_record(message, now) for message in messages]
+    async def _write_to_channel(self, topic: str, due: list[FetchedMessage]) -> None:
+        """Write messages that are due to the channel's topic, each to the partition of its key.
+
+        If a write fails, wait before the next write, so that no later message of the same key is
+        written first.
+        """
+        records = [self._record(message) for message in due]
+        failed = await self._move(topic, due, records)
+        if not failed:
+            return
+        logger.warning(
+            "%s: could not write %d messages that are due to the topic; retrying in %.0f s: %s",
+            topic,
+            len(failed),
+            RETRY_DELAY_SECONDS,
+            error_text(failed[0][1]),
+        )
+        for message, _ in failed:
+            self._due.add(message.attributes.not_before or 0.0, message)
+        await asyncio.sleep(RETRY_DELAY_SECONDS)
+
+    async def _move(
+        self, topic: str, messages: list[FetchedMessage], records: list[OutgoingRecord]
+    ) -> list[tuple[FetchedMessage, QueueError]]:
+        """Write the records of messages to a topic and settle these; return those that failed."""
+        results: Sequence[RecordMetadata | QueueError]
         try:
-            results = await self._publisher.send(self._topic, records, "release")
+            results = await self._publisher.send(topic, records, "release")
         except QueueError as error:
             results = [error] * len(messages)
+        failed: list[tuple[FetchedMessage, QueueError]] = []
         for message, result in zip(messages, results, strict=True):
             if isinstance(result, RecordMetadata):
                 message.tracker.settle(message.offset)
                 self._on_settled(message.tracker)
             else:
-                self._due.add(now + RETRY_DELAY_SECONDS, message)
+                failed.append((message, result))
+        return failed
 
     def _next_record(self, message: FetchedMessage, now: float) -> OutgoingRecord:
-        if self._group is not None:  # each group of a topic moves its own copy
-            message.envelope.headers[GROUP] = self._group
-        envelope = message.envelope
+        """Return the record of a message for the next tier."""
+        envelope = self._addressed(message)
         return retry_record(
             envelope, envelope.attempt - 1, message.attributes.not_before, now, message.attributes
         )
+
+    def _record(self, message: FetchedMessage) -> OutgoingRecord:
+        """Return the record of a message for the channel's topic."""
+        envelope = self._addressed(message)
+        attributes = message.attributes._replace(not_before=None)
+        return OutgoingRecord(
+            *codec.encode(envelope, deliveries=envelope.attempt - 1, attributes=attributes)
+        )
+
+    def _addressed(self, message: FetchedMessage) -> Envelope:
+        """Return the envelope, addressed to the group: each group of a topic moves its own copy."""
+        if self._group is not None:
+            message.envelope.headers[GROUP] = self._group
+        return message.envelope

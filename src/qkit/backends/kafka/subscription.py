@@ -41,11 +41,15 @@ class KafkaSubscription:
     consumers. A message with a key is not copied, because it could then overtake an earlier message
     with the same key. It stays at its position in the log.
 
+    An ordered subscription neither delivers from the retry topic nor writes releases to it. Delayed
+    messages that are due are written to the channel's topic, to the partition of their key. A
+    released message stays in memory, and after ``stop`` at its position in the log.
+
     Args:
         parameters: Connection parameters.
         cluster: Client for topics, offsets and commits.
         publisher: Publisher for released messages, which go to the retry topic.
-        spec: Channel, group and prefetch to consume with.
+        spec: Channel, group, prefetch and order to consume with.
         group: Id of the consumer group.
         retry: Retry topic of the channel.
         timeouts: Timeouts of the group member.
@@ -71,6 +75,8 @@ class KafkaSubscription:
         self._group = spec.group if spec.broadcast else None
         self._retry = retry
         self._prefetch = spec.prefetch
+        self._ordered = spec.ordered
+        self._hold_until = 0.0  # monotonic time before which an ordered subscription delivers none
         self._publisher = publisher
         self._clock = clock
         self._held = 0
@@ -98,6 +104,7 @@ class KafkaSubscription:
             parameters,
             publisher,
             topic=retry,
+            ordered_topic=spec.queue if spec.ordered else None,
             group=self._group,
             clock=clock,
             on_due=self._on_due,
@@ -132,6 +139,9 @@ class KafkaSubscription:
                 raise self.membership.broken
             self._changed.clear()
             free = min(limit, self._prefetch - self._held)
+            held_for = self._hold_until - self._clock.monotonic() if self._hold_until else 0.0
+            if held_for > 0:
+                free = 0
             if free > 0:
                 deliveries = self._take_waiting(free) or await self._read_fetched(free)
                 if deliveries:
@@ -139,7 +149,7 @@ class KafkaSubscription:
             seconds = deadline - self._clock.monotonic()
             if seconds <= 0:
                 return []
-            await self._wait(free, seconds)
+            await self._wait(free, min(seconds, held_for) if held_for > 0 else seconds)
         return []
 
     def _take_waiting(self, limit: int) -> list[Delivery]:
@@ -258,6 +268,10 @@ class KafkaSubscription:
         Changes to the headers of the envelope are kept. If the message could not be copied to the
         retry topic, this consumer delivers it again after ``RETRY_DELAY_SECONDS``.
 
+        On an ordered subscription, all other messages wait for ``delay`` too. After ``stop`` the
+        message stays in the log, and the next consumer of the partition delivers it first, without
+        a delay and with its old attempt.
+
         Raises:
             AckDeadlineExceeded: This consumer has lost the partition.
             QueueError: The message could not be copied to the retry topic.
@@ -265,11 +279,13 @@ class KafkaSubscription:
         message = self._message(delivery, "release")
         delivery.receipt = None
         unchanged = delay <= 0 and not count_attempt
-        if unchanged and not self._stopped:
+        if not self._stopped and (unchanged or self._ordered):
+            if delay > 0:
+                self._hold_until = max(self._hold_until, self._clock.monotonic() + delay)
             self._end_delivery(message)
-            self._put_back(message)
+            self._deliver_again(message, count_attempt)
             return
-        if unchanged and message.envelope.key is not None:
+        if self._ordered or (unchanged and message.envelope.key is not None):
             self._leave_in_log(message)
             return
         try:
@@ -448,8 +464,11 @@ class KafkaSubscription:
     async def _hand_over_waiting(self) -> None:
         """Copy waiting messages to the retry topic if messages in flight keep their partition here.
 
-        A message with a key is not copied, to keep its order. It stays in the log.
+        A message with a key is not copied, to keep its order. It stays in the log. An ordered
+        subscription copies none.
         """
+        if self._ordered:
+            return
         messages = [
             message
             for message in self._waiting
