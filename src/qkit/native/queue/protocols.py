@@ -109,6 +109,15 @@ class RestoredMessage(Protocol):
 class Subscriber(Protocol):
     """Interface of an open subscription that its queue uses."""
 
+    @property
+    def holder(self) -> int:
+        """Number of an ordered subscription; 0 if it is unordered."""
+        ...
+
+    def wake(self) -> None:
+        """Wake a waiting ``receive``, because a message of one of its keys is ready."""
+        ...
+
     def listed(self) -> Consumer:
         """Return the subscription's entry in the list of consumers."""
         ...

@@ -8,6 +8,8 @@ collector busy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from heapq import merge
+from operator import itemgetter
 from typing import Final
 
 from qkit.native.log.encode import (
@@ -315,7 +317,7 @@ class Replay:
                 self._forget(seq)
         self.index.retain_only(self._messages)
         messages = self._messages
-        return [self._recovered(seq, messages[seq]) for seq in sorted(messages)]
+        return _by_arrival([self._recovered(seq, messages[seq]) for seq in sorted(messages)])
 
     def _known(self, queue: int) -> bool:
         if queue not in self.queues and self._repaired:
@@ -331,12 +333,29 @@ class Replay:
         message = RecoveredMessage(record, record.queue, seq, body)
         released = self._released.get(seq)
         if released is not None:
-            message.attempt, message.due = released.attempt, released.due
+            message.attempt = released.attempt
+            # A message that goes back uncharged keeps its due time, and with it its place.
+            message.due = released.due or (0.0 if released.attempt else record.due)
             if released.headers is not None:
                 message.headers = released.headers or None
         if seq in self._claimed:
             message.attempt, message.held, message.due = self._claimed[seq], True, 0.0
         return message
+
+
+def _by_arrival(recovered: list[RecoveredMessage]) -> list[RecoveredMessage]:
+    """Return messages in the order in which they became ready: delayed ones by their due time.
+
+    The others keep the order of the log, even if the wall clock was set back meanwhile. So do
+    delayed messages that were delivered, because a release replaces their due time.
+    """
+    delayed = [message for message in recovered if message.due and not message.attempt]
+    if not delayed:
+        return recovered
+    others = [message for message in recovered if not message.due or message.attempt]
+    delayed.sort(key=lambda message: message.due)
+    parts = [(message.at, message) for message in others], [(m.due, m) for m in delayed]
+    return [message for _, message in merge(*parts, key=itemgetter(0))]
 
 
 def messages_in(content: bytes) -> list[int]:
