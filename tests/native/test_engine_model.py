@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from heapq import merge
 from typing import Any, TypeVar
 
 import pytest
@@ -54,6 +55,8 @@ class Copy:
     seq: int
     priority: int
     headers: dict[str, str]
+    at: float
+    due: float = 0.0  # of a delay that the sender set
     expires: float = math.inf
     place: int | None = None
     scheduled: tuple[float, int] | None = None  # due time, scheduling order
@@ -259,13 +262,14 @@ class EngineModel(RuleBasedStateMachine):
         if delay is None and name == QUEUE:
             expected = sum(other.priority >= priority for other in self.ready(shares[0]))
         for share in shares:
-            message = Copy(share, id, self.number(), priority, headers)
+            message = Copy(share, id, self.number(), priority, headers, self.now)
             if ttl is not None:
                 message.expires = self.now + ttl
             if delay is None:
                 message.place = self.number()
             else:
-                message.scheduled = (self.now + delay, self.number())
+                message.due = self.now + delay
+                message.scheduled = (message.due, self.number())
             self.messages.append(message)
         sent = self.run(work)
         assert (sent.message_id, sent.position) == (id, expected)
@@ -392,7 +396,9 @@ class EngineModel(RuleBasedStateMachine):
             return
         self.letters = [letter for letter in self.letters if letter not in replayed]
         for letter in replayed:
-            message = Copy(letter.share, letter.id, self.number(), letter.priority, letter.headers)
+            message = Copy(
+                letter.share, letter.id, self.number(), letter.priority, letter.headers, self.now
+            )
             message.place = self.number()
             self.messages.append(message)
         assert self.run(self.engine.retry_dead_letters(name, [chosen.id])) == len(replayed)
@@ -434,14 +440,18 @@ class EngineModel(RuleBasedStateMachine):
             message.delivery, message.deadline = None, math.inf
             if was_held and crash and message.attempt >= LIMIT:
                 self.dead_letter(message, "MaxRetriesExceeded")
-        # Messages that were delivered before come first, then the others, both in log order.
-        for message in sorted(self.messages, key=lambda m: (not m.attempt, m.seq)):
-            message.place = self.number() if message.attempt else None
+        delayed = [m for m in self.messages if m.due and not m.attempt]
+        others = [m for m in self.messages if m not in delayed]
+        in_log = sorted(others, key=lambda m: m.seq)
+        by_due = sorted(delayed, key=lambda m: (m.due, m.seq))
+        for message in in_log:  # retries that are not due overtake the others
+            message.place = self.number() if message.scheduled and message.attempt else None
+        for message in merge(in_log, by_due, key=lambda m: m.at if m in others else m.due):
             if message.scheduled is not None:
                 message.scheduled = (message.scheduled[0], self.number())
                 if message.scheduled[0] <= self.now:
-                    message.scheduled = None
-            if message.scheduled is None and message.place is None:
+                    message.scheduled, message.place = None, None
+            if message.scheduled is None:
                 message.place = self.number()
         self.pass_time(self.now)
 

@@ -27,6 +27,7 @@ from qkit.backend import QueueStats
 from qkit.errors import (
     ConsumerNotFound,
     InvalidBody,
+    InvalidName,
     LifecycleError,
     QueueError,
     Unsupported,
@@ -206,6 +207,7 @@ class Engine:
                     actor.restore(message)
             for actor in actors.values():
                 actor.resume()
+            await self._dead_letters.finish_background()
             storage.start(self.catalogue.numbers, self.import_bulk_files)
         except BaseException:
             await self.aclose()
@@ -308,6 +310,7 @@ class Engine:
                 await self.portal.run(self.aclose)
             return
         was_open, self._closed = self.portal.close(), True
+        await self._dead_letters.finish_background()
         for channel in self._channels.values():
             channel.close("the engine was closed")
         for actor in self.catalogue.all_actors():
@@ -608,7 +611,7 @@ class Engine:
             >>> asyncio.run(main())
             [b'one']
         """
-        return self.catalogue.find(name, "peek").peek(limit)
+        return await self.catalogue.find(name, "peek").peek(limit)
 
     @callable_from_any_thread
     async def purge(self, name: str) -> int:
@@ -991,6 +994,8 @@ class Engine:
             if due is not None or expires is not None:
                 due, expires = self._engine_times(item, now)
             try:
+                if not item.id.isascii() or not (item.key is None or item.key.isascii()):
+                    _check_text(item.id, item.key, queue)
                 queues, headers = channel.reserve(item.id, headers, item.priority)
             except QueueError as error:
                 results.append(error)
@@ -1251,7 +1256,8 @@ class Engine:
         letters = self._letters(name)
         if letters is None:
             return []
-        return [DeadLetter.from_envelope(item, channel=name) for item in letters.peek(limit)]
+        found = await letters.peek(limit)
+        return [DeadLetter.from_envelope(item, channel=name) for item in found]
 
     @callable_from_any_thread
     async def retry_dead_letters(self, name: str, ids: Collection[str] | None = None) -> int:
@@ -1355,3 +1361,19 @@ def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | 
             "delivery"
         )
     return (now + delay if delay else None), (now + ttl if ttl is not None else None)
+
+
+def _check_text(id: str, key: str | None, queue: str) -> None:
+    """Raise ``InvalidName`` if the id or the key cannot be stored in the log as UTF-8."""
+    for what, text in ("id", id), ("key", key or ""):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidName(
+                f"the {what} {text!r} contains a lone surrogate and cannot be stored: use valid "
+                "Unicode text",
+                backend="native",
+                operation="publish",
+                queue=queue,
+                message_id=id,
+            ) from error

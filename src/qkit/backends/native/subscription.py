@@ -9,6 +9,7 @@ from qkit._internal.clock import Clock
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.errors import AckDeadlineExceeded, StorageError, SubscriptionLost
 from qkit.native.queue.consumers import Consumer
+from qkit.native.queue.key_locks import new_holder
 from qkit.native.queue.queue import Queue, envelope_of
 from qkit.native.queue.stored_message import StoredMessage
 
@@ -35,6 +36,7 @@ class NativeSubscription:
         "_queue",
         "_slot_waiters",
         "_stopped",
+        "holder",
     )
 
     def __init__(self, queue: Queue, spec: SubscriptionSpec, clock: Clock) -> None:
@@ -46,6 +48,7 @@ class NativeSubscription:
         self._held: set[int] = set()
         self._slot_waiters: set[asyncio.Future[None]] = set()
         self._stopped = False
+        self.holder: int = new_holder() if spec.ordered else 0
 
     async def receive(self, limit: int) -> list[Delivery]:
         """Wait for messages; return up to ``limit`` deliveries, or an empty list once stopped.
@@ -60,7 +63,9 @@ class NativeSubscription:
             await asyncio.sleep(0)
         while not self._stopped:
             try:
-                claimed = await queue.take(limit, self._lease, self._consumer, self._free_slots)
+                claimed = await queue.take(
+                    limit, self._lease, self._consumer, self._free_slots, holder=self.holder
+                )
                 if claimed and queue.journal is not None:
                     claimed = await self._prepare(claimed)
             except StorageError as error:
@@ -161,6 +166,10 @@ class NativeSubscription:
         self._wake_slot_waiters()
         self._queue.wake_consumer(self._consumer)
 
+    def wake(self) -> None:
+        """Wake a waiting ``receive``, because a message of one of its keys is ready."""
+        self._queue.wake_consumer(self._consumer)
+
     def refresh(self) -> None:
         """Free the slots of deliveries whose leases have ended."""
         self._held = {token for token in self._held if self._queue.state.holds(token)}
@@ -177,6 +186,8 @@ class NativeSubscription:
         for token in held:
             if self._queue.state.holds(token):
                 self._queue.release(token, count_attempt=False)
+        if self.holder:
+            self._queue.forget_holder(self.holder)
 
     def _settled(self, delivery: Delivery, token: int) -> None:
         delivery.receipt = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
+from qkit.native.queue.key_locks import KeyLocks
 from qkit.native.queue.stored_message import COMPACT_ABOVE, StoredMessage
 
 __all__ = ["Leases"]
@@ -18,7 +19,7 @@ class Leases:
     their deadlines. Times are monotonic seconds.
     """
 
-    __slots__ = ("_busy", "custom", "custom_ends", "holders", "latest", "regular")
+    __slots__ = ("_busy", "custom", "custom_ends", "holders", "latest", "locks", "regular")
 
     def __init__(self) -> None:
         self.regular: dict[int, StoredMessage] = {}
@@ -27,6 +28,7 @@ class Leases:
         self.latest: float = float("-inf")  # deadline of the last regular lease
         self.holders: dict[int, str] = {}  # names of consumers that have a name, by token
         self._busy: dict[str, int] = {}  # messages in flight, by consumer name
+        self.locks: KeyLocks | None = None  # created with the first ordered subscription
 
     def __len__(self) -> int:
         return len(self.regular) + len(self.custom)
@@ -71,6 +73,8 @@ class Leases:
             self._busy[consumer] -= 1
             if not self._busy[consumer]:
                 del self._busy[consumer]
+        if self.locks is not None and message is not None and message.key is not None:
+            self.locks.unlock(message.key, token)
         return message
 
     def extend(self, token: int, deadline: float) -> bool:

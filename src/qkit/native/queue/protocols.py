@@ -37,6 +37,10 @@ class QueueJournal(Protocol):
         """Mark a message as no longer live, because its queue was deleted."""
         ...
 
+    def is_live(self, seq: int) -> bool:
+        """Return whether a message is still in the log and not settled."""
+        ...
+
     def claim(self, number: int, messages: Sequence[StoredMessage]) -> None:
         """Record that messages were delivered."""
         ...
@@ -108,6 +112,15 @@ class RestoredMessage(Protocol):
 
 class Subscriber(Protocol):
     """Interface of an open subscription that its queue uses."""
+
+    @property
+    def holder(self) -> int:
+        """Number of an ordered subscription; 0 if it is unordered."""
+        ...
+
+    def wake(self) -> None:
+        """Wake a waiting ``receive``, because a message of one of its keys is ready."""
+        ...
 
     def listed(self) -> Consumer:
         """Return the subscription's entry in the list of consumers."""

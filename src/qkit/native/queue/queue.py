@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from random import Random
 from typing import Final, Protocol
 
@@ -23,6 +23,7 @@ from qkit.native.config import QueueConfig
 from qkit.native.cross_thread import LoopPortal
 from qkit.native.queue.consumers import Consumers
 from qkit.native.queue.dead_message import DeadMessage
+from qkit.native.queue.key_locks import KeyLocks
 from qkit.native.queue.protocols import QueueJournal, RestoredMessage, Subscriber
 from qkit.native.queue.state import QueueState
 from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
@@ -48,6 +49,10 @@ class EngineHooks(Protocol):
 
     def dropped(self, envelopes: list[Envelope]) -> None:
         """Report dead letters that were dropped from a full dead-letter queue."""
+        ...
+
+    def run_in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Run a coroutine that reads bodies from the disk."""
         ...
 
 
@@ -76,6 +81,7 @@ class Queue:
         "_loop",
         "_random",
         "_timer",
+        "_warned",
         "config",
         "consumers",
         "group",
@@ -128,6 +134,7 @@ class Queue:
         self._random: Random | None = Random() if config.balance == "random" else None
         self._timer: asyncio.TimerHandle | None = None
         self._armed_at = float("inf")
+        self._warned = False  # of unordered consumers beside ordered ones
 
     def reconfigure(self, config: QueueConfig) -> None:
         """Apply a new configuration; messages already in the queue are kept."""
@@ -203,6 +210,7 @@ class Queue:
         consumer: str | None,
         free: Callable[[], int],
         operation: str = "receive",
+        holder: int = 0,
     ) -> list[StoredMessage]:
         """Wait for messages and claim them. Safe to cancel. Call ``prepare`` with the result.
 
@@ -212,6 +220,7 @@ class Queue:
             consumer: Name of the consumer, if it has one.
             free: Returns how many more messages the consumer may hold.
             operation: Name of the operation, for the error. Default: ``"receive"``.
+            holder: Number of an ordered subscription. Default: 0, an unordered consumer.
 
         Returns:
             The messages; empty if ``free`` returned 0 or less.
@@ -226,17 +235,35 @@ class Queue:
             if slots <= 0:
                 self.pass_wakeup_on()  # this consumer may have been woken for a message
                 return []
-            claimed = self.claim(self._clock.monotonic(), min(limit, slots), lease, consumer)
+            claimed = self.claim(
+                self._clock.monotonic(), min(limit, slots), lease, consumer, holder
+            )
             if claimed:
                 return claimed
+            if holder and self.state.claimable:
+                await self._yield_claim()  # messages were set aside; there are more
+                continue
             if self.waiters is EMPTY_WAIT_LIST:
                 self.waiters = WaitList(self.pass_wakeup_on)
             # If another consumer was faster, this one keeps its place in the list.
             place = await self.waiters.wait(self._loop.create_future(), consumer, place)
         raise self.lost_error(operation)
 
+    async def _yield_claim(self) -> None:
+        """Let other tasks run. If cancelled, wake another consumer for the remaining messages."""
+        try:
+            await asyncio.sleep(0)
+        except BaseException:
+            self.pass_wakeup_on()
+            raise
+
     def claim(
-        self, now: float, limit: int, lease: float, consumer: str | None = None
+        self,
+        now: float,
+        limit: int,
+        lease: float,
+        consumer: str | None = None,
+        holder: int = 0,
     ) -> list[StoredMessage]:
         """Lease ready messages; see ``QueueState.claim``.
 
@@ -258,12 +285,16 @@ class Queue:
         if limit > 1 and (waiters.waiters or waiters.woken):
             # Other consumers are waiting too: leave them their share of the ready messages.
             waiting = 1 + len(waiters.woken) + len(waiters.waiters)
-            limit = min(limit, max(1, -(-state.ready // waiting)))
-        claimed = state.claim(now, limit, lease, consumer)
+            limit = min(limit, max(1, -(-state.claimable // waiting)))
+        claimed = state.claim(now, limit, lease, consumer, holder)
         if claimed and now + lease < self._armed_at:
             self._arm(now + lease)
         if state.dead:  # their TTL expired
             self._route_dead(state.take_dead())
+        if state.leases.locks is not None:
+            self._wake_holders(state.leases.locks)
+            if not holder:
+                self._warn_of_unordered()
         if waiters.waiters:
             # A woken consumer takes as many messages as it can and wakes the next consumer for the
             # remaining ones. So while messages are ready and consumers are parked, a wake-up is
@@ -336,7 +367,10 @@ class Queue:
 
     def ack(self, token: int) -> StoredMessage:
         """Ack a delivery and remove its message; see ``QueueState.ack``."""
-        message = self.state.ack(token)
+        state = self.state
+        message = state.ack(token)
+        if state.leases.locks is not None and state.leases.locks.freed:
+            self._wake_freed(state.leases.locks)
         if self._capacity_waiters.waiters or self.members is not None:
             self._freed()
         if self.journal is not None and self.lost is None:
@@ -465,6 +499,36 @@ class Queue:
         return envelope
 
     def _evict(self, messages: Sequence[StoredMessage]) -> None:
+        unread = [message for message in messages if self.must_read(message)]
+        if unread:
+            # Until the bodies are read, the messages stay in the log, so that it keeps the bodies.
+            self._hooks.run_in_background(self._read_and_evict(messages, unread))
+        else:
+            self._evict_read(messages)
+
+    async def _read_and_evict(
+        self, messages: Sequence[StoredMessage], unread: Sequence[StoredMessage]
+    ) -> None:
+        if await self.keep_bodies(unread):
+            self._evict_read(messages)
+
+    async def keep_bodies(self, messages: Sequence[StoredMessage]) -> bool:
+        """Read the bodies of messages that have left the queue, and keep them in memory.
+
+        Returns:
+            False if the queue was deleted meanwhile, with these messages.
+        """
+        bodies, journal = await self.read(messages), self.journal
+        assert journal is not None
+        for message, body in zip(messages, bodies, strict=True):
+            if self.lost is not None:
+                journal.forget(message.seq)
+            elif body is not None:
+                message.body = body
+                journal.held += len(body)
+        return self.lost is None
+
+    def _evict_read(self, messages: Sequence[StoredMessage]) -> None:
         offset = self._clock.time() - self._clock.monotonic()
         envelopes: list[Envelope] = []
         for message in messages:
@@ -481,14 +545,42 @@ class Queue:
 
     # Inspection
 
-    def peek(self, limit: int) -> list[Envelope]:
-        """Return the next messages in order of delivery; see ``QueueState.peek``."""
+    async def peek(self, limit: int) -> list[Envelope]:
+        """Return the next messages in order of delivery; see ``QueueState.peek``.
+
+        Bodies that are only on disk are read in a thread. Messages that are removed meanwhile are
+        left out.
+        """
         self._route_dead_and_wake(self.state.advance(self._clock.monotonic()))
         offset = self._clock.time() - self._clock.monotonic()
-        return [
-            self.envelope(message, offset, None if due is None else due + offset)
-            for message, due in self.state.peek(limit)
-        ]
+        found = self.state.peek(limit)
+        unread = [message for message, _ in found if self.must_read(message)]
+        read = dict(zip(map(id, unread), await self.read(unread), strict=True))
+        envelopes: list[Envelope] = []
+        for message, due in found:
+            not_before = None if due is None else due + offset
+            body = read.get(id(message))
+            if body is not None:
+                envelope = envelope_of(message, offset, not_before)
+                envelope.body = body
+                envelopes.append(envelope)
+            elif id(message) not in read or self._is_live(message):
+                envelopes.append(self.envelope(message, offset, not_before))
+        return envelopes
+
+    def must_read(self, message: StoredMessage) -> bool:
+        """Return whether the body of a message has to be read in a thread."""
+        journal = self.journal
+        return message.body is None and journal is not None and not journal.reads_inline
+
+    async def read(self, messages: Sequence[StoredMessage]) -> list[bytes | None]:
+        """Read the bodies of messages in a thread; ``None`` for each that cannot be read."""
+        if not messages or self.journal is None:
+            return []
+        return await asyncio.to_thread(self.journal.load, messages)
+
+    def _is_live(self, message: StoredMessage) -> bool:
+        return self.lost is None and self.journal is not None and self.journal.is_live(message.seq)
 
     def stats(self) -> QueueStats:
         """Return the current statistics of the queue."""
@@ -515,6 +607,11 @@ class Queue:
 
     def _route_dead_and_wake(self, dead: list[DeadMessage]) -> None:
         """Route dead messages, and wake consumers for messages that became ready."""
+        if self.state.uncharged:
+            uncharged, self.state.uncharged = self.state.uncharged, ()
+            if self.journal is not None and self.lost is None:
+                for message in uncharged:
+                    self.journal.release(self.number, message, None, None)
         if self.state.returned:
             returned, self.state.returned = self.state.returned, []
             if self.journal is not None:
@@ -524,8 +621,10 @@ class Queue:
             self._route_dead(dead)
         elif self.members is not None:
             self._freed()
-        for _ in range(min(self.state.ready, len(self.waiters.waiters))):
+        for _ in range(min(self.state.claimable, len(self.waiters.waiters))):
             self.wake()
+        if self.state.leases.locks is not None:
+            self._wake_holders(self.state.leases.locks)
 
     @property
     def backlog(self) -> int:
@@ -578,6 +677,34 @@ class Queue:
         self.subscribed.remove(subscriber)
         self.consumers -= 1
 
+    def forget_holder(self, holder: int) -> None:
+        """Forget an ordered subscription that has ended and holds no message."""
+        if self.state.leases.locks is not None:
+            self.state.leases.locks.forget(holder)
+
+    def _warn_of_unordered(self) -> None:
+        """Log once that an unordered consumer claims messages of a queue with ordered ones."""
+        if not self._warned and any(other.holder for other in self.subscribed):
+            self._warned = True
+            logger.warning(
+                "queue %r has ordered and unordered consumers: messages of one key may be handled "
+                "out of order or at the same time; set ordered=True on all consumers of the queue",
+                self.name,
+            )
+
+    def _wake_holders(self, locks: KeyLocks) -> None:
+        """Wake parked subscriptions for whose keys another one has set messages aside."""
+        if locks.wanted:
+            wanted, locks.wanted = locks.wanted, set()
+            for subscriber in self.subscribed:
+                if subscriber.holder in wanted:
+                    subscriber.wake()
+
+    def _wake_freed(self, locks: KeyLocks) -> None:
+        """Wake a parked consumer because a key became free that has messages set aside."""
+        locks.freed = False
+        self.pass_wakeup_on()
+
     def wake_consumer(self, consumer: str) -> None:
         """Wake all waiting calls of a consumer, even if no message is ready."""
         places = self.waiters.waiters
@@ -610,8 +737,8 @@ class Queue:
         return members if members is not None and consumer in members else None
 
     def pass_wakeup_on(self) -> None:
-        """Wake another parked consumer if a message is ready."""
-        if self.state.ready:
+        """Wake another parked consumer if a message can be claimed."""
+        if self.waiters.waiters and self.state.claimable:
             self.wake()
 
     def lost_error(self, operation: str) -> SubscriptionLost:

@@ -10,15 +10,20 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
+from heapq import merge
 from itertools import islice
 from typing import Final
 
 from qkit.errors import AckDeadlineExceeded, InvalidPriority, MessageNotFound, QueueError, QueueFull
 from qkit.message import Reason
 from qkit.native.queue.dead_message import DeadMessage, LeaseExpired, TimeToLiveExpired
+from qkit.native.queue.key_locks import KeyLocks
 from qkit.native.queue.leases import Leases
 from qkit.native.queue.schedule import Schedule
 from qkit.native.queue.stored_message import (
+    ASIDE,
+    MAX_RUN,
     READY,
     REMOVED,
     SCHEDULED,
@@ -73,6 +78,7 @@ class QueueState:
         "published",
         "released",
         "returned",
+        "uncharged",
         "waited",
     )
 
@@ -93,10 +99,12 @@ class QueueState:
             max_deliveries=max_deliveries,
             drop_oldest=drop_oldest,
         )
-        # The owner collects and empties these three.
+        # The owner collects and empties these four.
         self.dead: list[DeadMessage] = []
         self.evicted: Sequence[StoredMessage] = ()  # oldest messages, dropped from a full queue
         self.returned: list[StoredMessage] = []  # ready again because their lease expired
+        # Ready again because another lease of their key expired; their attempt was not counted.
+        self.uncharged: Sequence[StoredMessage] = ()
 
         self._size = 0
         self._next = 0  # token of the last delivery
@@ -131,9 +139,17 @@ class QueueState:
 
     @property
     def ready(self) -> int:
-        """Number of messages that can be claimed."""
+        """Number of messages that are neither delayed nor in flight."""
         leases = self.leases
         return self._size - self._scheduled_live - len(leases.regular) - len(leases.custom)
+
+    @property
+    def claimable(self) -> int:
+        """Number of ready messages, without those of keys that subscriptions hold."""
+        leases = self.leases
+        blocked = 0 if leases.locks is None else leases.locks.blocked
+        waiting = self._size - self._scheduled_live - blocked
+        return waiting - len(leases.regular) - len(leases.custom)
 
     @property
     def scheduled(self) -> int:
@@ -161,7 +177,11 @@ class QueueState:
 
     def oldest_since(self) -> float | None:
         """Return when the oldest ready message became ready, or ``None`` if none is ready."""
-        return self._ready.oldest_since()
+        since, locks = self._ready.oldest_since(), self.leases.locks
+        aside = None if locks is None else locks.oldest()
+        if since is None or aside is None:
+            return since if aside is None else aside.since
+        return min(since, aside.since)
 
     # Adding messages
 
@@ -212,13 +232,16 @@ class QueueState:
         self._size += 1
         self.published += 1
         fresh = (id, body, headers, self._tick, seq)
+        locks = self.leases.locks
         if key is None and expires is None and due is None:
-            return self._ready.append(fresh, priority)
+            ahead = self._ready.append(fresh, priority)
+            return ahead if not locks else ahead + locks.ahead(priority)
         message = self._stored(fresh, priority, key, expires)
         if due is not None and due > now:
             self._schedule(message, due)
             return None
-        return self._ready.append(message, priority)
+        ahead = self._ready.append(message, priority)
+        return ahead if not locks else ahead + locks.ahead(priority)
 
     def _stored(
         self, fresh: NewMessage, priority: int, key: str | None, expires: float | None
@@ -257,12 +280,10 @@ class QueueState:
             return None
         message = self._stored(fresh, priority, key, expires)
         message.attempt = attempt
-        if attempt:
-            self._next = message.sequence = self._next + 1
         if due is not None and due > now:
+            if attempt:  # a retry, which overtakes messages that were never delivered
+                self._next = message.sequence = self._next + 1
             self._schedule(message, due)
-        elif attempt:
-            self._ready.put_back(message)
         else:
             self._ready.append(message, priority)
         return message
@@ -298,7 +319,13 @@ class QueueState:
             )
 
     def _drop_oldest_message(self) -> None:
-        oldest = self._ready.pop_oldest()
+        locks, oldest = self.leases.locks, None
+        if locks and (aside := locks.oldest()) is not None:
+            since = self._ready.oldest_since()
+            if since is None or aside.since < since:
+                self._remove_waiting(aside)
+                oldest = aside
+        oldest = oldest or self._ready.pop_oldest()
         if oldest is None and self._scheduled_live:
             oldest = next(message for _, message in self._scheduled)
             self._remove_waiting(oldest)
@@ -315,18 +342,34 @@ class QueueState:
         self._scheduled.add(due, message)
 
     def _back_to_ready(self, message: StoredMessage) -> None:
+        locks, key = self.leases.locks, message.key
+        if locks is not None and key is not None and locks.put_back(key, message):
+            return
         message.state = READY
         self._ready.put_back(message)
 
     # Deliveries
 
     def claim(
-        self, now: float, limit: int, lease: float, consumer: str | None = None
+        self,
+        now: float,
+        limit: int,
+        lease: float,
+        consumer: str | None = None,
+        holder: int = 0,
     ) -> list[StoredMessage]:
         """Lease up to ``limit`` ready messages for ``lease`` seconds.
 
         The attempt is counted here, before the handler runs, so that attempts are counted even if
         the message crashes its consumer. An expired message is never delivered.
+
+        Args:
+            now: Current time.
+            limit: Maximum number of messages.
+            lease: Length of the lease in seconds.
+            consumer: Name of the consumer. Default: none.
+            holder: Number of an ordered subscription, which claims no message whose key another
+                one holds. It needs a ``consumer``. Default: 0, an unordered consumer.
 
         Returns:
             The messages. The ``state`` of each is its delivery token.
@@ -340,13 +383,17 @@ class QueueState:
         else:
             leases.latest = deadline
         claimed: list[StoredMessage] = []
+        if holder or leases.locks:
+            claimed, limit = self._next_by_key(limit, holder), 0
+            self._lease_by_key(now, claimed, holder, deadline, table)
         while limit > 0 and ready.mask and (message := ready.pop()) is not None:
             limit -= 1
             self._next = token = self._next + 1
             if not message.sequence:
                 message.sequence = token
-                self.first_claimed += 1
-                self.waited += now - message.since
+                if not message.attempt:  # otherwise it was delivered before the engine was opened
+                    self.first_claimed += 1
+                    self.waited += now - message.since
             message.attempt += 1
             message.state = token
             message.deadline = deadline
@@ -357,6 +404,68 @@ class QueueState:
             if consumer is not None or table is leases.custom:
                 leases.enter(claimed, consumer)
         return claimed
+
+    def _next_by_key(self, limit: int, holder: int) -> list[StoredMessage]:
+        """Remove and return the next messages that a holder may claim; set others aside.
+
+        At most about ``MAX_RUN`` messages are set aside, so the result may be empty although more
+        messages can be claimed.
+        """
+        ready, locks = self._ready, self.leases.locks
+        if locks is None:
+            locks = self.leases.locks = KeyLocks()
+        found: list[StoredMessage] = []
+        may_set_aside = MAX_RUN
+        while len(found) < limit and may_set_aside > 0:
+            head = locks.head(holder)
+            if head is not None and not ready.comes_before(-head[0], head[1]):
+                found.append(locks.pop(head))
+                continue
+            message = ready.pop()
+            if message is None:
+                break
+            key = message.key
+            if not holder or key is None or not locks.must_wait(key, holder):
+                found.append(message)
+            elif message.sequence:
+                locks.set_returned_aside(key, message)
+                may_set_aside -= 1
+            else:
+                may_set_aside -= self._set_run_aside(locks, key, message, holder)
+        return found
+
+    def _set_run_aside(self, locks: KeyLocks, key: str, message: StoredMessage, holder: int) -> int:
+        """Set a message aside with those behind it that must wait too; return their number."""
+        first = self._next = message.sequence = self._next + 1
+        message.state = ASIDE
+        run = {key: [message]}
+        must_wait = partial(locks.must_wait, holder=holder)
+        self._next = self._ready.pop_run(message.priority, run, must_wait, first)
+        locks.set_aside(run, message.priority)
+        return self._next + 1 - first
+
+    def _lease_by_key(
+        self,
+        now: float,
+        messages: list[StoredMessage],
+        holder: int,
+        deadline: float,
+        table: dict[int, StoredMessage],
+    ) -> None:
+        locks = self.leases.locks
+        for message in messages:
+            self._next = token = self._next + 1
+            if not message.sequence:
+                message.sequence = token
+            if not message.attempt and not message.deadline:  # never delivered
+                self.first_claimed += 1
+                self.waited += now - message.since
+            message.attempt += 1
+            message.state = token
+            message.deadline = deadline
+            table[token] = message
+            if holder and locks is not None and message.key is not None:
+                locks.lock(message.key, holder, token)
 
     def ack(self, token: int) -> StoredMessage:
         """Ack a delivery and remove its message.
@@ -447,9 +556,28 @@ class QueueState:
     def expire(self, now: float) -> list[DeadMessage]:
         """Process delays, TTLs and leases that have ended; return the dead messages."""
         self._advance(now)
-        for token in self.leases.ended(now):
+        ended = self.leases.ended(now)
+        with_them = self._of_the_same_keys(ended) if self.leases.locks is not None else ()
+        for token in ended:
             self._expire(now, token, "expired")
+        for token in with_them:
+            message = self._take(token, "expire")
+            message.attempt -= 1
+            if message.expires is not None and message.expires <= now:
+                self._add_dead(message, Reason.TTL_EXPIRED, _expired(message))
+            else:
+                self._back_to_ready(message)
+                self.uncharged = [*self.uncharged, message]
         return self.take_dead()
+
+    def _of_the_same_keys(self, ended: list[int]) -> list[int]:
+        """Return other deliveries of keys whose holder let a lease expire: it loses all of them."""
+        others: dict[int, None] = {}
+        for token in ended:
+            message, locks = self.leases.get(token), self.leases.locks
+            if message is not None and message.key is not None and locks is not None:
+                others.update(dict.fromkeys(locks.held_with(message.key, token)))
+        return [token for token in others if token not in set(ended)]
 
     def abandon(self, now: float, tokens: Iterable[int]) -> list[DeadMessage]:
         """End the leases of a consumer that is gone; return the dead messages."""
@@ -534,11 +662,13 @@ class QueueState:
 
     def _remove_waiting(self, message: StoredMessage) -> None:
         """Mark a ready or scheduled message as removed, leaving a stale entry."""
-        was_scheduled = message.state == SCHEDULED
+        was_scheduled, was_aside = message.state == SCHEDULED, message.state == ASIDE
         message.state = REMOVED
         if was_scheduled:
             self._scheduled_live -= 1
             self._scheduled.mark_stale()
+        elif was_aside and self.leases.locks is not None:
+            self.leases.locks.discard(message)
         else:
             self._ready.discard(message)
 
@@ -546,7 +676,9 @@ class QueueState:
 
     def waiting(self) -> Iterator[tuple[StoredMessage, float | None]]:
         """Yield ready messages in order of delivery, then scheduled ones with their due times."""
-        for message in self._ready:
+        locks = self.leases.locks
+        ready = merge(self._ready, *locks, key=_order_of) if locks else self._ready
+        for message in ready:
             yield message, None
         for due, message in self._scheduled:
             yield message, due
@@ -558,6 +690,8 @@ class QueueState:
     def purge(self) -> list[WaitingMessage]:
         """Remove all messages that are not in flight; return them in arbitrary order."""
         removed = self._ready.clear() + [message for _, message in self._scheduled]
+        if self.leases.locks is not None:
+            removed += self.leases.locks.clear()
         for entry in removed:
             if not isinstance(entry, tuple):
                 entry.state = REMOVED
@@ -574,7 +708,8 @@ class QueueState:
         removes two messages.
         """
         wanted = Counter(ids)
-        found = self._ready.take(wanted)
+        found = self.leases.locks.take(wanted) if self.leases.locks is not None else []
+        found += self._ready.take(wanted)
         for _, message in list(self._scheduled):
             if wanted[message.id] > 0:
                 wanted[message.id] -= 1
@@ -593,3 +728,8 @@ class QueueState:
 
 def _expired(message: StoredMessage) -> TimeToLiveExpired:
     return TimeToLiveExpired(f"the TTL expired after {message.attempt} deliveries")
+
+
+def _order_of(message: StoredMessage) -> tuple[int, float]:
+    """Return a sort key by order of delivery; messages without a sequence arrived last."""
+    return -message.priority, message.sequence or float("inf")

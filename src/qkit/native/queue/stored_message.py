@@ -8,16 +8,19 @@ claimed, or on arrival if it has a delay, an expiry or a key.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Final, TypeAlias
 
 __all__ = [
+    "ASIDE",
+    "MAX_RUN",
     "READY",
     "REMOVED",
     "SCHEDULED",
     "NewMessage",
     "ReadyBuckets",
+    "Runs",
     "StoredMessage",
     "TaggedMessage",
     "WaitingMessage",
@@ -26,6 +29,8 @@ __all__ = [
 READY: Final = 0
 SCHEDULED: Final = -1
 REMOVED: Final = -2
+ASIDE: Final = -3  # ready, but set aside for the holder of its key; see ``key_locks``
+MAX_RUN: Final = 20_000  # messages that are set aside at once
 COMPACT_ABOVE: Final = 64  # fewer stale entries are not worth a rebuild
 
 # id, body (``None``: only on disk), headers, since, seq (0 in memory)
@@ -35,10 +40,11 @@ NewMessage: TypeAlias = tuple[str, bytes | None, dict[str, str] | None, float, i
 class StoredMessage:
     """Message in a queue.
 
-    ``state`` is ``READY``, ``SCHEDULED``, ``REMOVED``, or the token of the delivery that holds the
-    message until ``deadline``. ``sequence`` is the token of the first delivery, and 0 before it.
-    Within a priority, the order of first delivery is the order of arrival, so messages need no
-    number on arrival. ``seq`` is the number of the message in the log of a durable engine.
+    ``state`` is ``READY``, ``ASIDE``, ``SCHEDULED``, ``REMOVED``, or the token of the delivery that
+    holds the message until ``deadline``. ``sequence`` is the token of the first delivery, or a
+    number of the same series given when the message is set aside, and 0 before. Within a priority,
+    both happen in the order of arrival, so messages need no number on arrival. ``seq`` is the
+    number of the message in the log of a durable engine.
     ``since`` is when it first became ready. ``key`` and ``expires`` are rarely used. They are class
     attributes here, so they need no memory; ``TaggedMessage`` has slots for them.
     """
@@ -83,6 +89,7 @@ class TaggedMessage(StoredMessage):
 
 
 WaitingMessage: TypeAlias = NewMessage | StoredMessage
+Runs: TypeAlias = dict[str, list[StoredMessage]]  # messages by key
 
 
 class _Bucket:
@@ -107,22 +114,22 @@ class _Bucket:
 
     def __iter__(self) -> Iterator[WaitingMessage]:
         for _, message in sorted(self.returned):
-            if message.state == READY:
+            if message.state != REMOVED:
                 yield message
         for entry in self.fresh:
-            if isinstance(entry, tuple) or entry.state == READY:
+            if isinstance(entry, tuple) or entry.state != REMOVED:
                 yield entry
 
     def head(self) -> WaitingMessage | None:
         """Return the next message, or ``None``; remove the stale entries before it."""
-        while self.returned and self.returned[0][1].state != READY:
+        while self.returned and self.returned[0][1].state == REMOVED:
             heappop(self.returned)
             self.stale -= 1
         if self.returned:
             return self.returned[0][1]
         while self.fresh:
             entry = self.fresh[0]
-            if isinstance(entry, tuple) or entry.state == READY:
+            if isinstance(entry, tuple) or entry.state != REMOVED:
                 return entry
             self.fresh.popleft()
             self.stale -= 1
@@ -177,6 +184,71 @@ class ReadyBuckets:
         heappush(bucket.returned, (message.sequence, message))
         self.mask |= 1 << message.priority
 
+    def extend(self, messages: list[StoredMessage], priority: int) -> None:
+        """Add messages, which come after those of the same priority that are here."""
+        self._bucket(priority).fresh.extend(messages)
+        self.mask |= 1 << priority
+
+    def first(self) -> WaitingMessage | None:
+        """Return the next message without removing it, or ``None`` if there is none."""
+        while self.mask:
+            bucket = self._buckets[self.mask.bit_length() - 1]
+            head = bucket.head()
+            if head is not None:
+                return head
+            self._unmask(bucket)
+        return None
+
+    def comes_before(self, priority: int, sequence: int) -> bool:
+        """Return whether the next message is delivered before one that was set aside."""
+        while self.mask:
+            top = self.mask.bit_length() - 1
+            if top != priority:
+                return top > priority
+            bucket = self._buckets[top]
+            head = bucket.head()
+            if head is not None:  # messages without a sequence arrived later
+                return not isinstance(head, tuple) and 0 < head.sequence < sequence
+            self._unmask(bucket)
+        return False
+
+    def pop_run(self, priority: int, run: Runs, must_wait: Callable[[str], bool], at: int) -> int:
+        """Remove the messages at the front that have to wait for the holder of their key.
+
+        Only messages that were never delivered are removed, up to ``MAX_RUN``.
+
+        Args:
+            priority: Highest priority that has a ready message, or had one until it was popped.
+            run: Dictionary to which the messages are added, by key.
+            must_wait: Returns whether messages of a key have to wait.
+            at: Sequence number of the last message.
+
+        Returns:
+            The sequence number of the last removed message.
+        """
+        bucket = self._buckets[priority]
+        fresh, end = bucket.fresh, at + MAX_RUN
+        if bucket.returned:
+            return at
+        while fresh and at < end:
+            entry = fresh[0]
+            if isinstance(entry, tuple) or (key := entry.key) is None:
+                break
+            if entry.state == REMOVED:
+                bucket.stale -= 1
+            else:
+                found = run.get(key)
+                if found is None:
+                    if not must_wait(key):
+                        break
+                    found = run[key] = []
+                entry.sequence = at = at + 1
+                entry.state = ASIDE
+                found.append(entry)
+            fresh.popleft()
+        self._unmask(bucket)
+        return at
+
     def _bucket(self, priority: int) -> _Bucket:
         bucket = self._buckets.get(priority)
         if bucket is None:
@@ -194,7 +266,7 @@ class ReadyBuckets:
                 self.mask ^= 1 << top
             if isinstance(entry, tuple):
                 return StoredMessage(entry, top)
-            if entry.state == READY:
+            if entry.state != REMOVED:
                 return entry
             bucket.stale -= 1
         return None

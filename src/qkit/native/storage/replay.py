@@ -7,7 +7,9 @@ collector busy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import merge
+from operator import itemgetter
 from typing import Final
 
 from qkit.native.log.encode import (
@@ -113,6 +115,7 @@ class Replay:
         self.queues: dict[int, Declare] = {}
         self.imported: dict[str, tuple[int, int]] = {}  # first and last message, by bulk file
         self.orphans: list[str] = []
+        self.lost: list[tuple[int, Publish]] = []  # messages that a repair lost, with the segment
         self.assumed: set[int] = set()  # queues whose declaration must be written again
         self.held: int = 0  # bytes of bodies in memory
         self.last_queue: int = 0
@@ -248,11 +251,16 @@ class Replay:
 
     # Snapshots
 
-    def load(self, contents: Iterable[bytes]) -> None:
+    def load(self, contents: Iterable[bytes], expected: Mapping[int, int]) -> None:
         """Apply the records of a snapshot to messages that are still in the log.
 
         The index must be filled first. Messages that compaction has removed from the log since the
         snapshot are settled, and are ignored.
+
+        Args:
+            contents: Records of the snapshot.
+            expected: Segments of messages that a repair may have removed, by message; those that
+                are missing are added to ``lost``.
         """
         find = self.index.find
         for content in contents:
@@ -261,6 +269,8 @@ class Replay:
                 if find(seq) is not None:
                     (self._bulk if content[1] & BULK else self._messages)[seq] = content
                     self._bodiless.add(seq)
+                elif seq in expected:
+                    self.lost.append((expected[seq], decode_publish(content)))
                 continue
             record = decode(content)
             match record:
@@ -296,6 +306,10 @@ class Replay:
 
     # Result
 
+    def name_of(self, queue: int) -> str:
+        """Return the name of a queue, or its number if it has no declaration."""
+        return self.queues[queue].name if queue in self.queues else str(queue)
+
     def finish(self) -> list[RecoveredMessage]:
         """Return the recovered messages, in order. Call this at the end of the log.
 
@@ -315,7 +329,7 @@ class Replay:
                 self._forget(seq)
         self.index.retain_only(self._messages)
         messages = self._messages
-        return [self._recovered(seq, messages[seq]) for seq in sorted(messages)]
+        return _by_arrival([self._recovered(seq, messages[seq]) for seq in sorted(messages)])
 
     def _known(self, queue: int) -> bool:
         if queue not in self.queues and self._repaired:
@@ -331,12 +345,29 @@ class Replay:
         message = RecoveredMessage(record, record.queue, seq, body)
         released = self._released.get(seq)
         if released is not None:
-            message.attempt, message.due = released.attempt, released.due
+            message.attempt = released.attempt
+            # A message that goes back uncharged keeps its due time, and with it its place.
+            message.due = released.due or (0.0 if released.attempt else record.due)
             if released.headers is not None:
                 message.headers = released.headers or None
         if seq in self._claimed:
             message.attempt, message.held, message.due = self._claimed[seq], True, 0.0
         return message
+
+
+def _by_arrival(recovered: list[RecoveredMessage]) -> list[RecoveredMessage]:
+    """Return messages in the order in which they became ready: delayed ones by their due time.
+
+    The others keep the order of the log, even if the wall clock was set back meanwhile. So do
+    delayed messages that were delivered, because a release replaces their due time.
+    """
+    delayed = [message for message in recovered if message.due and not message.attempt]
+    if not delayed:
+        return recovered
+    others = [message for message in recovered if not message.due or message.attempt]
+    delayed.sort(key=lambda message: message.due)
+    parts = [(message.at, message) for message in others], [(m.due, m) for m in delayed]
+    return [message for _, message in merge(*parts, key=itemgetter(0))]
 
 
 def messages_in(content: bytes) -> list[int]:

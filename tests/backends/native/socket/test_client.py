@@ -541,3 +541,32 @@ async def test_an_older_owner_receives_only_fields_that_it_knows(
 def test_a_field_from_a_later_version_is_ignored() -> None:
     body = protocol.encode_json({"name": "q", "max_depth": 3, "of_a_later_version": True})
     assert protocol.decode_record(QueueSpec, body) == QueueSpec(name="q", max_depth=3)
+
+
+async def test_a_key_belongs_to_one_ordered_subscription_of_all_clients(owner: Any) -> None:
+    one, two = await owner.client(), await owner.client()
+    await one.declare(QueueSpec(name="q"))
+    await one.publish("q", [Envelope(id, b"", key=id[0]) for id in ("a1", "a2", "a3", "b1")])
+    async with two.subscribe(spec(ordered=True)) as second:
+        async with one.subscribe(spec(ordered=True)) as first:
+            assert [d.envelope.id for d in await first.receive(2)] == ["a1", "a2"]
+            (other,) = await second.receive(10)
+            assert other.envelope.id == "b1"
+        found = await second.receive(10)
+        assert [(d.envelope.id, d.envelope.attempt) for d in found] == [
+            ("a1", 1),
+            ("a2", 1),
+            ("a3", 1),
+        ]
+
+
+async def test_an_older_owner_serves_an_ordered_subscription_with_a_warning(
+    owner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await owner.client()
+    del client._connection.hello["capabilities"]["key_lock"]  # as an older owner greets
+    await client.declare(QueueSpec(name="q"))
+    await client.publish("q", [Envelope("a1", b"", key="a")])
+    async with client.subscribe(spec(ordered=True)) as subscription:
+        assert len(await subscription.receive(1)) == 1
+    assert "does not keep the order per key" in caplog.text

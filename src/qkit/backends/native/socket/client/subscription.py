@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from qkit._internal.logging import logger
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.common.arrivals import Arrivals
 from qkit.backends.native.socket import protocol
@@ -66,8 +67,16 @@ class SocketSubscription:
 
     async def open(self, spec: SubscriptionSpec) -> None:
         """Open the subscription at the owner; raise the owner's error if it fails."""
+        leave_out = ["needs_delay"]
+        if spec.ordered and "key_lock" not in self._connection.hello.get("capabilities", ()):
+            leave_out.append("ordered")  # unknown to the owner, which might reject it
+            logger.warning(
+                "the owner of the native directory runs an older version of qkit and does not "
+                "keep the order per key across processes; queue %r: update the owner",
+                spec.queue,
+            )
         self.number, opened = self._connection.begin(
-            protocol.SUBSCRIBE, protocol.encode_record(spec, leave_out=("needs_delay", "ordered"))
+            protocol.SUBSCRIBE, protocol.encode_record(spec, leave_out=leave_out)
         )
         try:
             await opened
