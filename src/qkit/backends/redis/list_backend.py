@@ -6,7 +6,10 @@ import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from redis import exceptions
+
 from qkit._internal.clock import Clock, SystemClock
+from qkit._internal.logging import logger
 from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
@@ -18,6 +21,7 @@ from qkit.backends.redis.keys import QUEUES, QueueKeys
 from qkit.backends.redis.list_admin import ListAdmin
 from qkit.backends.redis.list_publisher import ListPublisher
 from qkit.backends.redis.list_subscription import ListSubscription
+from qkit.backends.redis.ordered_subscription import ORDERED_SUFFIX, OrderedSubscription
 from qkit.backends.redis.queue_scripts import QueueScripts
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import ConfigError
@@ -138,9 +142,8 @@ class RedisListBackend:
     @asynccontextmanager
     async def _subscription(self, spec: SubscriptionSpec) -> AsyncGenerator[ListSubscription, None]:
         with translate_errors("subscribe", spec.queue):
-            keys = await self._join(spec)
-            kind = ListSubscription if self._reliable else AtMostOnceSubscription
-            subscription = kind(
+            keys, has_ordered = await self._join(spec)
+            subscription = self._subscription_type(spec)(
                 self.connection,
                 self._scripts,
                 keys,
@@ -150,6 +153,8 @@ class RedisListBackend:
             )
             try:
                 await subscription.open()
+                if has_ordered:
+                    await self._warn_if_mixed(keys, spec)
             except BaseException:
                 await subscription.leave()
                 raise
@@ -163,13 +168,44 @@ class RedisListBackend:
             return 0.0
         return self._ack_deadline if spec.ack_deadline is None else max(0.001, spec.ack_deadline)
 
-    async def _join(self, spec: SubscriptionSpec) -> QueueKeys:
-        """Return the keys to consume from; for a topic, create the group if needed."""
+    def _subscription_type(self, spec: SubscriptionSpec) -> type[ListSubscription]:
+        if not self._reliable:
+            return AtMostOnceSubscription
+        return OrderedSubscription if spec.ordered else ListSubscription
+
+    async def _join(self, spec: SubscriptionSpec) -> tuple[QueueKeys, bool]:
+        """Return the keys to consume from, and whether the queue has or had ordered consumers.
+
+        For a topic, create the group if needed.
+        """
         keys = QueueKeys.of(spec.queue)
-        kind = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group)
-        if kind is None:
+        ordered = spec.ordered and self._reliable
+        reply = await self._scripts.run_whole(
+            lifecycle.JOIN, spec.queue, spec.group, int(ordered)
+        )
+        if reply is None:
             raise queue_not_found(spec.queue, "subscribe")
-        return keys.of_group(spec.group) if kind == b"topic" else keys
+        kind, has_ordered = reply
+        return keys.of_group(spec.group) if kind == b"topic" else keys, ordered or bool(has_ordered)
+
+    async def _warn_if_mixed(self, keys: QueueKeys, spec: SubscriptionSpec) -> None:
+        """Log a warning if ordered and unordered consumers share the queue, as far as is known."""
+        try:
+            clients: bytes = await self.connection.command("CLIENT", "LIST", "TYPE", "normal")
+        except exceptions.ResponseError:  # the user lacks the permission client|list
+            return
+        names = re.findall(rb" name=(\S+) ", clients)
+        unordered = names.count(keys.client.encode())
+        ordered = names.count((keys.client + ORDERED_SUFFIX).encode())
+        if unordered and ordered:
+            logger.warning(
+                "%s: the messages of a key may be handled out of order, because %d of %d consumers "
+                "are not ordered: set ordered=True for all consumers of this queue",
+                spec.queue,
+                unordered,
+                unordered + ordered,
+                extra={"queue": spec.queue, "consumer": spec.group},
+            )
 
     async def ping(self) -> None:
         """Check that the server responds; raise ``BackendUnavailable`` otherwise."""
