@@ -25,31 +25,47 @@ local function take(f, number, name, place)
   tokens[#tokens + 1], frames[#frames + 1] = tok, f
 end
 
+-- Take messages of a key that were set aside. Returns how many, and whether more are left.
+local function take_entries(name)
+  local room, count = want - #tokens, 0
+  local found = entries(q, name, room)
+  if #found == 0 then return 0, false end
+  local number = redis.call('HINCRBY', KEYS[1], 'seq', #found) - #found
+  for i, f in ipairs(remove_entries(q, found)) do
+    if f then
+      count = count + 1
+      take(f, number + i, me ~= '' and name or nil, string.match(found[i], ' (%d+)$'))
+    end
+  end
+  return count, #found == room and #entries(q, name, 1) > 0
+end
+
 -- Take messages that were set aside and whose keys are free.
 local function take_free()
   while #tokens < want do
     local name = redis.call('ZRANGE', q.free, 0, 0)[1]
     if not name then return end
-    local room = want - #tokens
-    local found = entries(q, name, room)
-    local held = 0
-    if #found > 0 then
-      local number = redis.call('HINCRBY', KEYS[1], 'seq', #found) - #found
-      for i, f in ipairs(remove_entries(q, found)) do
-        if f then
-          held = held + 1
-          local place = string.match(found[i], ' (%d+)$')
-          take(f, number + i, me ~= '' and name or nil, place)
-        end
-      end
-    end
-    if me == '' or held == 0 then
+    local count, more = take_entries(name)
+    if me == '' or count == 0 then
       update_free(q, name)
     else
       redis.call('ZREM', q.free, name)
-      local more = #found == room and #entries(q, name, 1) > 0
-      locks[name] = {owner = me, held = held, more = more}
-      changed[name] = true
+      locks[name], changed[name] = {owner = me, held = count, more = more}, true
+    end
+  end
+end
+
+-- Take messages that were set aside and whose keys this subscription holds already.
+local function take_held()
+  if me == '' or #tokens >= want or redis.call('ZCARD', q.back) == 0 then return end
+  local all = redis.call('HGETALL', q.keys)
+  for i = 1, #all, 2 do
+    local name = all[i]
+    local lock = locks[name] or parse_lock(all[i + 1])
+    if lock.owner == me and lock.more and #tokens < want then
+      local count, more = take_entries(name)
+      lock.held, lock.more = lock.held + count, more
+      locks[name], changed[name] = lock, true
     end
   end
 end
@@ -82,8 +98,8 @@ local function sort_out(fs, p, sorted)
   end
   seen = seen + #fs
   read_locks(q, unknown)
-  local number, used = redis.call('HINCRBY', KEYS[1], 'seq', #fs) - #fs, #fs
-  local aside, back = {}, {}
+  local number, used, last = redis.call('HINCRBY', KEYS[1], 'seq', #fs) - #fs, #fs, 0
+  local aside, back, priority = {}, {}, format_priority(p)
   for i, f in ipairs(fs) do
     if #tokens >= want then used = i - 1 break end
     local name = names[i]
@@ -95,16 +111,16 @@ local function sort_out(fs, p, sorted)
       take(f, number + i)
     elseif not lock.owner or (lock.owner == me and not lock.more) then
       lock.owner, lock.held, changed[name] = me, lock.held + 1, true
-      take(f, number + i, name, format_place(p, number + i))
+      take(f, number + i, name, priority .. format_token(number + i))
     else
       if not lock.more then lock.more, changed[name] = true, true end
-      local entry, last = name .. ' ' .. format_place(p, number + i), #back
+      local entry = name .. ' ' .. priority .. format_token(number + i)
       back[last + 1], back[last + 2] = 0, entry
       aside[last + 1], aside[last + 2] = entry, f
-      moved = moved + 1
+      last, moved = last + 2, moved + 1
     end
   end
-  if #back > 0 then
+  if last > 0 then
     redis.call('HSET', q.msg, unpack(aside))
     redis.call('ZADD', q.back, unpack(back))
   end
@@ -140,6 +156,7 @@ if not one or (delayed and #tokens == 0) then
   enqueue_arrivals(q, t)
   for i = #q.levels, 1, -1 do take_list(ready(q, q.levels[i]), q.levels[i], true) end
 end
+take_held()
 write_locks(q, changed)
 
 local out, leases, till = {}, {}, t + tonumber(ARGV[3])

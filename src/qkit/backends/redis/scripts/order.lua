@@ -21,13 +21,11 @@ local locks = {}  -- the locks that this call has read, by key; {held = 0} for a
 
 -- Returns the name that identifies a key here. It is the key, unless that is long or not printable.
 local function name_of(key)
-  if #key <= 128 and not string.find(key, '[^!-~]') then return key end
+  if locks[key] or (#key <= 128 and not string.find(key, '[^!-~]')) then return key end
   return '#' .. redis.sha1hex(key)
 end
 
-local function format_place(p, number)
-  return string.format('%09d', 999999999 - p) .. format_token(number)
-end
+local function format_priority(p) return string.format('%09d', 999999999 - p) end
 
 -- Returns the subscription, place and key of a token; nil for a token of an unordered delivery.
 local function parse_token(tok) return string.match(tok, '^%d+ (%x+) (%d+) (.+)$') end
