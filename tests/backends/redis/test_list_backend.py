@@ -32,6 +32,7 @@ from qkit.backend import (
 from qkit.backends.factory import open_backend
 from qkit.backends.redis import codec, list_subscription
 from qkit.backends.redis.connection import ConnectionParameters
+from qkit.backends.redis.driver import PipelinedConnection
 from qkit.backends.redis.errors import to_queue_error, translate_errors
 from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.backends.redis.list_subscription import ListSubscription
@@ -941,3 +942,48 @@ async def test_a_late_ack_does_not_affect_a_recreated_queue(
             (again,) = await two.receive(1)
             assert again.envelope.id == "new"
             await two.ack(again)
+
+
+async def test_messages_that_are_due_at_the_same_time_keep_the_order_of_sending(
+    backend: RedisListBackend, name: str
+) -> None:
+    due = SystemClock().time() + 0.5
+    spec = SubscriptionSpec(queue=name, group="g", consumer="c", prefetch=20)
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope(f"{n:02}", b"", not_before=due) for n in range(3)])
+    await asyncio.sleep(0.1)
+    async with backend.subscribe(spec) as subscription:  # with a shorter delay for the same time
+        for n in range(3, 6):
+            await backend.publish(name, [Envelope(f"{n:02}", b"", not_before=due)])
+        found: list[Delivery] = []
+        while len(found) < 6:
+            found += await subscription.receive(20)
+        assert [item.envelope.id for item in found] == [f"{n:02}" for n in range(6)]
+
+
+async def test_peeking_at_large_messages_does_not_use_the_shared_connection(
+    backend: RedisListBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred messages of 1 MB took so long that the worker's own connection timed out."""
+    body = b"x" * 2**20
+    await backend.declare(QueueSpec(name=name))
+    for n in range(100):
+        await backend.publish(name, [Envelope(f"{n:03}", body, priority=n % 2 * 4 + 5)])
+    shared = await backend.connection.current()
+    sizes: list[int] = []
+    received = PipelinedConnection._handle_reply
+
+    def record(connection: PipelinedConnection, reply: Any) -> None:
+        frames: list[bytes] = reply[1] if type(reply) is list else []
+        sizes.append(sum(map(len, frames)))
+        assert connection is not shared or sizes[-1] < 2**20
+        received(connection, reply)
+
+    monkeypatch.setattr(PipelinedConnection, "_handle_reply", record)
+    found = await backend.peek(name, 100)
+    odd, even = [f"{n:03}" for n in range(1, 100, 2)], [f"{n:03}" for n in range(0, 100, 2)]
+    assert [item.id for item in found] == odd + even
+    assert max(sizes) <= 6 * 2**20
+    assert await backend.connection.current() is shared
+    assert [item.id for item in await backend.peek(name, 7)] == odd[:7]
+    assert await backend.purge(name) == 100

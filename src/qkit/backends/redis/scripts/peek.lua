@@ -17,8 +17,9 @@ local function read(q, length, range)
   local at = skip
   skip = 0
   while at < length and left > 0 and bytes < room do
-    local size = #out > 0 and 2 * bytes / #out or room / 10  -- expected size of a message
-    local count = math.max(1, math.min(left, 100, math.floor((room - bytes) / math.max(size, 1))))
+    -- Messages that fit if they are as large as those read so far; #out is twice their number.
+    local fitting = math.floor((room - bytes) * #out / math.max(2 * bytes, 1))
+    local count = math.max(1, math.min(left, 100, #out, fitting))
     local fs = range(at, math.min(at + count, length) - 1)
     for _, f in ipairs(fs) do
       if f then
