@@ -6,9 +6,11 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import random
 import sys
 import uuid
+import warnings
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
@@ -40,6 +42,7 @@ from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,
+    LifecycleError,
     MessageNotFound,
     QueueError,
     QueueFull,
@@ -987,3 +990,52 @@ async def test_peeking_at_large_messages_does_not_use_the_shared_connection(
     assert await backend.connection.current() is shared
     assert [item.id for item in await backend.peek(name, 7)] == odd[:7]
     assert await backend.purge(name) == 100
+
+
+def test_use_in_a_second_event_loop_raises_before_anything_is_sent(
+    redis_url: str, name: str
+) -> None:
+    """The message was queued, but the send raised ``RuntimeError``."""
+    backend = RedisListBackend(redis_url)
+
+    async def start() -> None:
+        await backend.start()
+        await backend.declare(QueueSpec(name=name))
+
+    async def use() -> None:
+        with pytest.raises(LifecycleError, match="another event loop"):
+            await backend.publish(name, [Envelope("a", b"")])
+        with pytest.raises(LifecycleError, match="another event loop"):
+            await backend.publish(name, [Envelope("a", b"", priority=1)])
+        with pytest.raises(LifecycleError, match="another event loop"):
+            await backend.ping()
+
+    async def finish() -> None:
+        assert (await backend.stats(name)).depth == 0
+        await backend.delete(name)
+        await backend.aclose()
+
+    with asyncio.Runner() as owner:
+        owner.run(start())
+        asyncio.run(use())
+        owner.run(finish())
+
+
+async def test_use_in_a_forked_child_raises_before_anything_is_sent(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # for a fork beside threads
+        child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            try:
+                backend.publish(name, [Envelope("a", b"")]).send(None)
+            except LifecycleError:
+                code = 0
+        os._exit(code)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (await backend.stats(name)).depth == 0

@@ -16,6 +16,7 @@ from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.redis import codec
 from qkit.backends.redis.at_most_once_subscription import AtMostOnceSubscription
 from qkit.backends.redis.connection import ConnectionParameters, ReconnectingConnection
+from qkit.backends.redis.driver import PipelinedConnection
 from qkit.backends.redis.errors import BACKEND, queue_not_found, translate_errors
 from qkit.backends.redis.keys import QUEUES, QueueKeys
 from qkit.backends.redis.list_admin import ListAdmin
@@ -75,6 +76,8 @@ class RedisListBackend:
             self.connection, self._scripts, replicas=replicas, on_evicted=self._dropped
         )
         self._admin = ListAdmin(self.connection, self._scripts)
+        self._durable: bool | None = None
+        self._asked: PipelinedConnection | None = None  # connection that reported the durability
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
     # Backend
@@ -180,9 +183,7 @@ class RedisListBackend:
         """
         keys = QueueKeys.of(spec.queue)
         ordered = spec.ordered and self._reliable
-        reply = await self._scripts.run_whole(
-            lifecycle.JOIN, spec.queue, spec.group, int(ordered)
-        )
+        reply = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group, int(ordered))
         if reply is None:
             raise queue_not_found(spec.queue, "subscribe")
         kind, has_ordered = reply
@@ -211,6 +212,18 @@ class RedisListBackend:
         """Check that the server responds; raise ``BackendUnavailable`` otherwise."""
         with translate_errors("ping"):
             await self.connection.command("PING")
+            connection = await self.connection.current()
+            if connection is not self._asked:  # the server may have been restarted
+                self._durable = await _reported_durability(connection)
+                self._asked = connection
+
+    @property
+    def durable(self) -> bool | None:
+        """Whether the server writes each message to disk; ``None`` if it does not tell.
+
+        ``None`` also means that it writes only snapshots, from time to time.
+        """
+        return self._durable
 
     async def aclose(self) -> None:
         """Disconnect; idempotent."""
@@ -266,6 +279,21 @@ class RedisListBackend:
         letter = DeadLetter.from_envelope(codec.decode(content), channel=queue)
         for callback in self._drop_callbacks:
             callback(letter)
+
+
+async def _reported_durability(connection: PipelinedConnection) -> bool | None:
+    """Return whether the server has an append-only file; ``None`` if that is unknown.
+
+    Without one the server may write snapshots, which ``INFO`` does not tell. The user may lack the
+    permission for either command.
+    """
+    info, save = await connection.call_all([("INFO", "persistence"), ("CONFIG", "GET", "save")])
+    found = re.search(rb"^aof_enabled:(\d)", info, re.MULTILINE) if type(info) is bytes else None
+    if found is None:
+        return None
+    if found[1] == b"1":
+        return True
+    return False if save == [b"save", b""] else None
 
 
 def from_settings(settings: Settings, clock: Clock) -> RedisListBackend:

@@ -65,7 +65,7 @@ class Script:
         Args:
             name: File name without ``.lua``.
             library: Whether to prepend ``library.lua``. A script without it starts faster.
-        order: Whether to prepend ``order.lua`` too.
+            order: Whether to prepend ``order.lua`` too.
         """
         names = [_LIBRARY] * library + [_ORDER] * order + [name]
         return cls("".join(map(_source, names)))
