@@ -26,7 +26,7 @@ def test_capabilities_convert_to_a_dictionary_of_strings() -> None:
     shown = Capabilities(priority=Support.NATIVE).as_dict()
     assert shown["priority"] == "native"
     assert set(shown.values()) == {"native", "unsupported"}
-    assert len(shown) == 19
+    assert len(shown) == 20
 
 
 def test_the_repr_of_a_delivery_omits_the_body() -> None:

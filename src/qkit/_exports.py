@@ -13,6 +13,7 @@ from qkit.backend import Capabilities as Capabilities
 from qkit.backend import DeadLetterSource as DeadLetterSource
 from qkit.backend import Delivery as Delivery
 from qkit.backend import DroppedLetterSource as DroppedLetterSource
+from qkit.backend import DurabilityReporting as DurabilityReporting
 from qkit.backend import ExtendMany as ExtendMany
 from qkit.backend import LossReporting as LossReporting
 from qkit.backend import PublishGroups as PublishGroups

@@ -25,6 +25,7 @@ __all__ = [
     "DeadLetterSource",
     "Delivery",
     "DroppedLetterSource",
+    "DurabilityReporting",
     "ExtendMany",
     "Log",
     "LossReporting",
@@ -607,6 +608,31 @@ class StandbyReporting(Protocol):
         Example:
             >>> def is_active(subscription: StandbyReporting) -> bool:
             ...     return not subscription.standby
+        """
+        ...
+
+
+@runtime_checkable
+class DurabilityReporting(Protocol):
+    """A backend whose broker can be configured to lose messages when it stops.
+
+    Implement it if ``Capabilities.durable`` depends on the configuration of the server. Otherwise
+    the capability alone decides.
+
+    Example:
+        >>> class ConfiguredBackend:
+        ...     durable = None
+        >>> isinstance(ConfiguredBackend(), DurabilityReporting)
+        True
+    """
+
+    @property
+    def durable(self) -> bool | None:
+        """Whether confirmed messages survive a restart; ``None`` if the broker does not tell.
+
+        Example:
+            >>> def may_lose_messages(backend: DurabilityReporting) -> bool:
+            ...     return backend.durable is not True
         """
         ...
 

@@ -98,6 +98,23 @@ class Timing(Harness):
         await self.until(lambda: len(got) == 2, within=20.0)
         assert got == ["now", "soon"]
 
+    @requires("delay")
+    async def test_messages_with_equal_delays_keep_the_order_of_sending(
+        self, serve: Serve, name: str
+    ) -> None:
+        got: list[int] = []
+
+        @consume(name)
+        async def handle(number: int) -> None:
+            got.append(number)
+
+        service = await serve(handle)
+        await service.send_many(name, list(range(12)), delay=0.5)
+        for number in (12, 13):
+            await service.send(name, number, delay=0.5)
+        await self.until(lambda: len(got) == 14)
+        assert got == list(range(14))
+
     async def test_a_message_with_zero_delay_is_delivered_immediately(
         self, serve: Serve, name: str
     ) -> None:

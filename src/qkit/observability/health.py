@@ -52,7 +52,7 @@ class Health:
         status: ``healthy`` if the service is running and connected, its event loop responds, every
             consumer is consuming, on standby or paused, and none is ``failing``.
         connection_state: State of the connection to the broker.
-        durable: Whether confirmed messages survive a restart.
+        durable: Whether confirmed messages survive a restart; ``None`` if the broker does not tell.
         breaker: State of the circuit breaker: ``closed``, ``open`` or ``half_open``.
         last_success_at: Time at which a message was last sent or settled, in seconds since the
             epoch; ``None`` before the first.
@@ -74,7 +74,7 @@ class Health:
 
     status: Literal["healthy", "unhealthy"]
     connection_state: ConnectionState
-    durable: bool
+    durable: bool | None
     breaker: str
     last_success_at: float | None = None
     last_error: str | None = None

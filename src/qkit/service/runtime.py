@@ -11,7 +11,7 @@ from typing import Literal
 from qkit._internal.forks import watch_forks
 from qkit._internal.logging import logger
 from qkit._internal.loop_calls import LoopCaller, require_asyncio, running_loop
-from qkit.backend import DeadLetterSource, DroppedLetterSource
+from qkit.backend import DeadLetterSource, DroppedLetterSource, DurabilityReporting
 from qkit.consuming.consumer_pool import ConsumerPool
 from qkit.consuming.settlement import record_dead_letter
 from qkit.errors import LifecycleError
@@ -119,7 +119,7 @@ class ServiceRuntime:
         self.wiring.telemetry.start(lambda: self.wiring.counters.snapshot().channels)
         await self._backend.start()
         self._connection.transition_to(ConnectionState.CONNECTED)
-        if not self._backend.capabilities.durable:
+        if self._durable() is False:
             logger.warning(
                 "%s is not durable: its messages are lost when it stops", self._backend.name
             )
@@ -223,7 +223,7 @@ class ServiceRuntime:
         return Health(
             status="healthy" if healthy else "unhealthy",
             connection_state=self._connection.state,
-            durable=bool(self._backend.capabilities.durable),
+            durable=self._durable(),
             breaker=str(self.producer.guarded.breaker.state),
             last_success_at=self._connection.last_success_at,
             last_error=(failing[0] if failing else self._connection.last_error)
@@ -233,6 +233,12 @@ class ServiceRuntime:
             disconnected_at=self._connection.disconnected_at,
             consumers=consumers,
         )
+
+    def _durable(self) -> bool | None:
+        """Return whether confirmed messages survive a restart; ``None`` if that is unknown."""
+        if not self._backend.capabilities.durable:
+            return False
+        return self._backend.durable if isinstance(self._backend, DurabilityReporting) else True
 
     def _on_backend_dead_letter(self, letter: DeadLetter) -> None:
         """Record a dead letter that the backend wrote itself, such as an expired message."""

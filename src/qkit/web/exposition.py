@@ -58,7 +58,8 @@ class _Figures(Collector):
         yield _gauge("ready", "1 if the service is ready.", self._overview.ready)
         connected = health.connection_state == "connected"
         yield _gauge("connected", "1 if the service is connected to the broker.", connected)
-        yield _gauge("durable", "1 if confirmed messages survive a restart.", health.durable)
+        if health.durable is not None:
+            yield _gauge("durable", "1 if confirmed messages survive a restart.", health.durable)
         breaker = GaugeMetricFamily(
             "qkit_breaker_state",
             "1 for the current state of the circuit breaker.",

@@ -6,9 +6,11 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import random
 import sys
 import uuid
+import warnings
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
@@ -32,6 +34,7 @@ from qkit.backend import (
 from qkit.backends.factory import open_backend
 from qkit.backends.redis import codec, list_subscription
 from qkit.backends.redis.connection import ConnectionParameters
+from qkit.backends.redis.driver import PipelinedConnection
 from qkit.backends.redis.errors import to_queue_error, translate_errors
 from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.backends.redis.list_subscription import ListSubscription
@@ -39,6 +42,7 @@ from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,
+    LifecycleError,
     MessageNotFound,
     QueueError,
     QueueFull,
@@ -941,3 +945,97 @@ async def test_a_late_ack_does_not_affect_a_recreated_queue(
             (again,) = await two.receive(1)
             assert again.envelope.id == "new"
             await two.ack(again)
+
+
+async def test_messages_that_are_due_at_the_same_time_keep_the_order_of_sending(
+    backend: RedisListBackend, name: str
+) -> None:
+    due = SystemClock().time() + 0.5
+    spec = SubscriptionSpec(queue=name, group="g", consumer="c", prefetch=20)
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope(f"{n:02}", b"", not_before=due) for n in range(3)])
+    await asyncio.sleep(0.1)
+    async with backend.subscribe(spec) as subscription:  # with a shorter delay for the same time
+        for n in range(3, 6):
+            await backend.publish(name, [Envelope(f"{n:02}", b"", not_before=due)])
+        found: list[Delivery] = []
+        while len(found) < 6:
+            found += await subscription.receive(20)
+        assert [item.envelope.id for item in found] == [f"{n:02}" for n in range(6)]
+
+
+async def test_peeking_at_large_messages_does_not_use_the_shared_connection(
+    backend: RedisListBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred messages of 1 MB took so long that the worker's own connection timed out."""
+    body = b"x" * 2**20
+    await backend.declare(QueueSpec(name=name))
+    for n in range(100):
+        await backend.publish(name, [Envelope(f"{n:03}", body, priority=n % 2 * 4 + 5)])
+    shared = await backend.connection.current()
+    sizes: list[int] = []
+    received = PipelinedConnection._handle_reply
+
+    def record(connection: PipelinedConnection, reply: Any) -> None:
+        frames: list[bytes] = reply[1] if type(reply) is list else []
+        sizes.append(sum(map(len, frames)))
+        assert connection is not shared or sizes[-1] < 2**20
+        received(connection, reply)
+
+    monkeypatch.setattr(PipelinedConnection, "_handle_reply", record)
+    found = await backend.peek(name, 100)
+    odd, even = [f"{n:03}" for n in range(1, 100, 2)], [f"{n:03}" for n in range(0, 100, 2)]
+    assert [item.id for item in found] == odd + even
+    assert max(sizes) <= 6 * 2**20
+    assert await backend.connection.current() is shared
+    assert [item.id for item in await backend.peek(name, 7)] == odd[:7]
+    assert await backend.purge(name) == 100
+
+
+def test_use_in_a_second_event_loop_raises_before_anything_is_sent(
+    redis_url: str, name: str
+) -> None:
+    """The message was queued, but the send raised ``RuntimeError``."""
+    backend = RedisListBackend(redis_url)
+
+    async def start() -> None:
+        await backend.start()
+        await backend.declare(QueueSpec(name=name))
+
+    async def use() -> None:
+        with pytest.raises(LifecycleError, match="another event loop"):
+            await backend.publish(name, [Envelope("a", b"")])
+        with pytest.raises(LifecycleError, match="another event loop"):
+            await backend.publish(name, [Envelope("a", b"", priority=1)])
+        with pytest.raises(LifecycleError, match="another event loop"):
+            await backend.ping()
+
+    async def finish() -> None:
+        assert (await backend.stats(name)).depth == 0
+        await backend.delete(name)
+        await backend.aclose()
+
+    with asyncio.Runner() as owner:
+        owner.run(start())
+        asyncio.run(use())
+        owner.run(finish())
+
+
+async def test_use_in_a_forked_child_raises_before_anything_is_sent(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # for a fork beside threads
+        child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            try:
+                backend.publish(name, [Envelope("a", b"")]).send(None)
+            except LifecycleError:
+                code = 0
+        os._exit(code)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (await backend.stats(name)).depth == 0

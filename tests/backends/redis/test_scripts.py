@@ -50,13 +50,13 @@ local redis = (function(server)
     end
     return server.call(command, ...)
   end
-  return {call = call}
+  return setmetatable({call = call}, {__index = server})
 end)(redis)
 """
 ONE_KEY = {
-    *("HDEL", "HGET", "HINCRBY", "HMGET", "HSET", "HSETNX", "LLEN", "LPOP", "LPUSH", "LRANGE"),
-    *("LREM", "RPOP", "RPUSH", "SADD", "SMEMBERS", "ZADD", "ZCARD", "ZRANGE", "ZRANGEBYSCORE"),
-    *("ZREM", "ZSCORE"),
+    *("HDEL", "HGET", "HGETALL", "HINCRBY", "HMGET", "HSET", "HSETNX", "LLEN", "LPOP", "LPUSH"),
+    *("LRANGE", "LREM", "LTRIM", "RPOP", "RPUSH", "SADD", "SMEMBERS", "ZADD", "ZCARD", "ZRANGE"),
+    *("ZRANGEBYLEX", "ZRANGEBYSCORE", "ZREM", "ZREVRANGEBYLEX", "ZREVRANGEBYSCORE", "ZSCORE"),
 }
 
 
@@ -95,8 +95,8 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return ran
 
 
-def spec(queue: str, group: str = "g") -> SubscriptionSpec:
-    return SubscriptionSpec(queue=queue, group=group, consumer="c", prefetch=100)
+def spec(queue: str, group: str = "g", *, ordered: bool = False) -> SubscriptionSpec:
+    return SubscriptionSpec(queue=queue, group=group, consumer="c", prefetch=100, ordered=ordered)
 
 
 async def take(subscription: Any, count: int) -> list[Delivery]:
@@ -105,6 +105,22 @@ async def take(subscription: Any, count: int) -> list[Delivery]:
         while len(found) < count:
             found += await subscription.receive(count - len(found))
     return found
+
+
+async def ordered_tour(backend: RedisListBackend, name: str) -> None:
+    """Hold a key, set its messages aside, settle, unlock, and return what was set aside."""
+    keyed = [Envelope(f"{key}{n}", b"", key=key) for n in range(3) for key in ("a", "b" * 200)]
+    async with backend.subscribe(spec(name, ordered=True)) as one:
+        await backend.publish(name, keyed[:2])
+        first, second = await take(one, 2)
+        await backend.publish(name, [*keyed[2:], Envelope("c", b"")])
+        async with backend.subscribe(spec(name, ordered=True)) as two:
+            (free,) = await take(two, 1)
+            assert free.envelope.id == "c"
+            await one.release(first, 0.0)
+            await one.ack_many([second])
+            assert len(await take(two, 5)) == 5
+    assert (await backend.stats(name)).depth == 6
 
 
 async def test_every_script_uses_only_declared_keys(
@@ -142,6 +158,7 @@ async def test_every_script_uses_only_declared_keys(
             assert (await backend.stats(topic)).depth == 4
             assert await backend.remove(topic, ["again"]) == 1
             assert await backend.purge(topic) == 3
+        await ordered_tour(backend, name)
     finally:
         await backend.delete(name)
         await backend.delete(topic)
@@ -176,10 +193,10 @@ def test_a_script_does_not_build_key_names(name: str) -> None:
 
 def test_every_lua_file_is_a_script_or_the_library() -> None:
     sources = [script.source for script in SCRIPTS.values()]
-    assert len(FILES) == len(SCRIPTS) + 1
+    assert len(FILES) == len(SCRIPTS) + 2
     for name, text in FILES.items():
         users = sum(text in source for source in sources)
-        assert users > 1 if name == "library" else users == 1
+        assert users > 1 if name in ("library", "order") else users == 1
 
 
 async def test_groups_added_by_another_process_receive_messages(redis_url: str, name: str) -> None:

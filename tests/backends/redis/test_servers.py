@@ -121,6 +121,30 @@ async def test_a_missing_permission_raises_config_error(guarded: Guarded) -> Non
     await backend.aclose()
 
 
+async def test_health_reports_what_the_server_tells_about_persistence(
+    guarded: Guarded, caplog: pytest.LogCaptureFixture
+) -> None:
+    reported: list[bool | None] = []
+
+    async def report(settings: Settings) -> None:
+        caplog.clear()
+        async with QueueService(settings) as service:
+            reported.append(service.health_check().durable)
+        assert ("redis is not durable" in caplog.text) is (reported[-1] is False)
+
+    with private_broker("redis") as server:
+        client: Any = redis.asyncio.Redis.from_url(server.url)
+        async with client:
+            for appendonly, save in (("yes", ""), ("no", "60 1"), ("no", "")):
+                await client.config_set("appendonly", appendonly)
+                await client.config_set("save", save)
+                await report(Settings(type="redis", mode="list", url=server.url))
+    assert reported == [True, None, False]
+    # This user may read neither INFO nor the configuration.
+    await report(Settings(type="redis", mode="list", url=guarded.url, **guarded.files))  # type: ignore[arg-type]  # paths
+    assert reported[-1] is None
+
+
 @pytest.mark.parametrize("what", ["a wrong password", "no certificate", "an unknown CA"])
 async def test_a_rejected_login_does_not_reveal_the_password(
     guarded: Guarded, what: str, tmp_path: Path

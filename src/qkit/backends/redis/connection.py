@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -10,8 +11,9 @@ from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from qkit._internal.loop_calls import running_loop
 from qkit.backends.common.reopened import Reopened
-from qkit.backends.redis.driver import CommandArgument, PipelinedConnection, Reply
+from qkit.backends.redis.driver import CommandArgument, PipelinedConnection, Reply, other_loop
 from qkit.backends.redis.errors import BACKEND, translate_errors
 from qkit.backends.redis.scripts.script import Script
 from qkit.settings.model import Settings
@@ -115,13 +117,16 @@ class ReconnectingConnection:
             backend=BACKEND,
         )
         self._idle_waiters: list[PipelinedConnection] = []  # idle connections for WAIT
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def connect(self) -> None:
-        """Allow calls; the connection is opened by the first call."""
+        """Allow calls in this event loop; the connection is opened by the first call."""
+        self._loop = running_loop()
         self._shared.open()
 
     async def aclose(self) -> None:
         """Close every connection; idempotent."""
+        self._check_loop()
         waiters, self._idle_waiters = self._idle_waiters, []
         with translate_errors("close"):
             await self._shared.aclose()
@@ -129,8 +134,17 @@ class ReconnectingConnection:
                 await connection.aclose()
 
     async def current(self) -> PipelinedConnection:
-        """Return the shared connection, opening it if needed."""
+        """Return the shared connection, opening it if needed.
+
+        Raises:
+            LifecycleError: The caller runs in another event loop or in a forked child process.
+        """
+        self._check_loop()
         return await self._shared.get()
+
+    def _check_loop(self) -> None:
+        if self._loop is not None and running_loop() is not self._loop:
+            raise other_loop()
 
     async def command(self, *arguments: CommandArgument) -> Reply:
         """Run a command and return its reply."""
@@ -179,6 +193,7 @@ class ReconnectingConnection:
             replicas: Number of replicas to wait for.
             timeout: Seconds to wait for the replicas.
         """
+        self._check_loop()
         connection = (
             self._idle_waiters.pop()
             if self._idle_waiters

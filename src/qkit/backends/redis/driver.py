@@ -20,7 +20,10 @@ import redis
 from redis import exceptions
 from redis.asyncio.connection import AbstractConnection
 
-__all__ = ["CommandArgument", "PipelinedConnection", "Reply"]
+from qkit._internal.loop_calls import running_loop
+from qkit.errors import LifecycleError
+
+__all__ = ["CommandArgument", "PipelinedConnection", "Reply", "other_loop"]
 
 Reply: TypeAlias = Any  # the type depends on the command
 CommandArgument: TypeAlias = bytes | str | int | float
@@ -95,6 +98,8 @@ class PipelinedConnection(asyncio.Protocol):
         return self._send(b"".join(packed), len(packed), longer)
 
     def _send(self, data: bytes, count: int | None, longer: float) -> asyncio.Future[Reply]:
+        if running_loop() is not self._loop:
+            raise other_loop()
         future = self._loop.create_future()
         if self.lost is not None:
             future.set_exception(self.lost)
@@ -173,6 +178,8 @@ class PipelinedConnection(asyncio.Protocol):
 
     async def aclose(self) -> None:
         """Close the connection; idempotent."""
+        if running_loop() is not self._loop:
+            raise other_loop()
         self._lose(exceptions.ConnectionError("qkit closed the connection"))
         self._transport.close()
         with contextlib.suppress(TimeoutError):
@@ -180,6 +187,15 @@ class PipelinedConnection(asyncio.Protocol):
                 await asyncio.shield(self._closed)
                 return
         self._transport.abort()
+
+
+def other_loop() -> LifecycleError:
+    """Return the error for using a connection in another event loop or in a forked child."""
+    return LifecycleError(
+        "this connection belongs to another event loop or to the parent process; nothing was sent: "
+        "start a backend or service in each event loop and in each process",
+        backend="redis",
+    )
 
 
 Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]

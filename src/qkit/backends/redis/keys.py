@@ -23,6 +23,7 @@ class QueueKeys:
     __slots__ = (
         "_base",
         "arrived",
+        "back",
         "declaration_keys",
         "due",
         "group",
@@ -50,16 +51,18 @@ class QueueKeys:
         self.due: str = f"{base}:due"
         self.lease: str = f"{base}:lease"
         self.msg: str = f"{base}:msg"
+        self.back: str = f"{base}:back"
         self.held_keys: tuple[str, str] = (self.lease, self.msg)
         self.lease_keys: tuple[str] = (self.lease,)
         self.declaration_keys: tuple[str, str] = (self.meta, self.ingress)
-        self.plain_keys: tuple[str, str, str, str, str, str] = (
+        self.plain_keys: tuple[str, ...] = (
             self.meta,
             self.ingress,
             self.arrived,
             f"{base}:p5",
             self.due,
             self.lease,
+            self.back,
         )
 
     @staticmethod
@@ -101,8 +104,10 @@ class QueueKeys:
 
     def part(self, levels: int) -> tuple[str, ...]:
         """Return the keys of one part in the order that ``library.lua`` expects."""
-        ready = [f"{self._base}:p{level}" for level in range(levels)]
-        return self.ingress, self.arrived, self.due, self.lease, self.msg, *ready
+        base = self._base
+        order = f"{base}:keys", self.back, f"{base}:free"
+        ready = [f"{base}:p{level}" for level in range(levels)]
+        return self.ingress, self.arrived, self.due, self.lease, self.msg, *order, *ready
 
 
 # Cached because the names are needed for every call.

@@ -11,7 +11,7 @@ from qkit.backends.redis import codec
 from qkit.backends.redis.connection import ReconnectingConnection
 from qkit.backends.redis.errors import queue_not_found, translate_errors
 from qkit.backends.redis.keys import QUEUES, QueueKeys
-from qkit.backends.redis.queue_scripts import QueueScripts
+from qkit.backends.redis.queue_scripts import QueueScripts, Run
 from qkit.backends.redis.scripts import admin
 from qkit.backends.redis.scripts.script import Script
 from qkit.errors import ConfigError
@@ -20,6 +20,7 @@ from qkit.message import GROUP, Envelope
 __all__ = ["ListAdmin"]
 
 BATCH: Final = 500  # ids per script call
+PEEK_BYTES: Final = 4 * 2**20  # limit of a reply to peek; one message is read in any case
 
 
 class ListAdmin:
@@ -63,14 +64,24 @@ class ListAdmin:
         return len(re.findall(rf" name={name}[: ]".encode(), clients))
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """Return up to ``limit`` messages in delivery order, scheduled messages last."""
-        found = await self._run(admin.PEEK, queue, "peek", limit)
+        """Return up to ``limit`` messages in delivery order, scheduled messages last.
+
+        Each call reads at most ``PEEK_BYTES`` and uses a connection of its own, so that large
+        messages do not delay the replies on the shared connection.
+        """
+        connection = ReconnectingConnection(self._connection.parameters)
+        connection.connect()
         envelopes: list[Envelope] = []
-        for i in range(0, len(found), 2):
-            envelope = codec.decode(found[i + 1])
-            if found[i]:
-                envelope.headers[GROUP] = found[i].decode()
-            envelopes.append(envelope)
+        skip = 0
+        try:
+            while skip >= 0 and len(envelopes) < limit:
+                arguments = limit - len(envelopes), PEEK_BYTES, skip
+                skip, found = await self._run(
+                    admin.PEEK, queue, "peek", *arguments, run=connection.run
+                )
+                envelopes += _peeked(found)
+        finally:
+            await connection.aclose()
         return envelopes
 
     async def purge(self, queue: str) -> int:
@@ -91,9 +102,22 @@ class ListAdmin:
         with translate_errors("delete", queue):
             await self._connection.command("SREM", QUEUES, queue)
 
-    async def _run(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
+    async def _run(
+        self, script: Script, queue: str, operation: str, *arguments: Any, run: Run | None = None
+    ) -> Any:
         with translate_errors(operation, queue):
-            reply = await self._scripts.run_whole(script, queue, *arguments)
+            reply = await self._scripts.run_whole(script, queue, *arguments, run=run)
         if reply is None:
             raise queue_not_found(queue, operation)
         return reply
+
+
+def _peeked(found: list[bytes]) -> list[Envelope]:
+    """Return the messages in a reply of PEEK; each frame follows the name of its group."""
+    envelopes: list[Envelope] = []
+    for group, frame in zip(found[::2], found[1::2], strict=True):
+        envelope = codec.decode(frame)
+        if group:
+            envelope.headers[GROUP] = group.decode()
+        envelopes.append(envelope)
+    return envelopes

@@ -6,18 +6,23 @@ import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from redis import exceptions
+
 from qkit._internal.clock import Clock, SystemClock
+from qkit._internal.logging import logger
 from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.redis import codec
 from qkit.backends.redis.at_most_once_subscription import AtMostOnceSubscription
 from qkit.backends.redis.connection import ConnectionParameters, ReconnectingConnection
+from qkit.backends.redis.driver import PipelinedConnection
 from qkit.backends.redis.errors import BACKEND, queue_not_found, translate_errors
 from qkit.backends.redis.keys import QUEUES, QueueKeys
 from qkit.backends.redis.list_admin import ListAdmin
 from qkit.backends.redis.list_publisher import ListPublisher
 from qkit.backends.redis.list_subscription import ListSubscription
+from qkit.backends.redis.ordered_subscription import ORDERED_SUFFIX, OrderedSubscription
 from qkit.backends.redis.queue_scripts import QueueScripts
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import ConfigError
@@ -71,6 +76,8 @@ class RedisListBackend:
             self.connection, self._scripts, replicas=replicas, on_evicted=self._dropped
         )
         self._admin = ListAdmin(self.connection, self._scripts)
+        self._durable: bool | None = None
+        self._asked: PipelinedConnection | None = None  # connection that reported the durability
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
     # Backend
@@ -138,9 +145,8 @@ class RedisListBackend:
     @asynccontextmanager
     async def _subscription(self, spec: SubscriptionSpec) -> AsyncGenerator[ListSubscription, None]:
         with translate_errors("subscribe", spec.queue):
-            keys = await self._join(spec)
-            kind = ListSubscription if self._reliable else AtMostOnceSubscription
-            subscription = kind(
+            keys, has_ordered = await self._join(spec)
+            subscription = self._subscription_type(spec)(
                 self.connection,
                 self._scripts,
                 keys,
@@ -150,6 +156,8 @@ class RedisListBackend:
             )
             try:
                 await subscription.open()
+                if has_ordered:
+                    await self._warn_if_mixed(keys, spec)
             except BaseException:
                 await subscription.leave()
                 raise
@@ -163,18 +171,59 @@ class RedisListBackend:
             return 0.0
         return self._ack_deadline if spec.ack_deadline is None else max(0.001, spec.ack_deadline)
 
-    async def _join(self, spec: SubscriptionSpec) -> QueueKeys:
-        """Return the keys to consume from; for a topic, create the group if needed."""
+    def _subscription_type(self, spec: SubscriptionSpec) -> type[ListSubscription]:
+        if not self._reliable:
+            return AtMostOnceSubscription
+        return OrderedSubscription if spec.ordered else ListSubscription
+
+    async def _join(self, spec: SubscriptionSpec) -> tuple[QueueKeys, bool]:
+        """Return the keys to consume from, and whether the queue has or had ordered consumers.
+
+        For a topic, create the group if needed.
+        """
         keys = QueueKeys.of(spec.queue)
-        kind = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group)
-        if kind is None:
+        ordered = spec.ordered and self._reliable
+        reply = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group, int(ordered))
+        if reply is None:
             raise queue_not_found(spec.queue, "subscribe")
-        return keys.of_group(spec.group) if kind == b"topic" else keys
+        kind, has_ordered = reply
+        return keys.of_group(spec.group) if kind == b"topic" else keys, ordered or bool(has_ordered)
+
+    async def _warn_if_mixed(self, keys: QueueKeys, spec: SubscriptionSpec) -> None:
+        """Log a warning if ordered and unordered consumers share the queue, as far as is known."""
+        try:
+            clients: bytes = await self.connection.command("CLIENT", "LIST", "TYPE", "normal")
+        except exceptions.ResponseError:  # the user lacks the permission client|list
+            return
+        names = re.findall(rb" name=(\S+) ", clients)
+        unordered = names.count(keys.client.encode())
+        ordered = names.count((keys.client + ORDERED_SUFFIX).encode())
+        if unordered and ordered:
+            logger.warning(
+                "%s: the messages of a key may be handled out of order, because %d of %d consumers "
+                "are not ordered: set ordered=True for all consumers of this queue",
+                spec.queue,
+                unordered,
+                unordered + ordered,
+                extra={"queue": spec.queue, "consumer": spec.group},
+            )
 
     async def ping(self) -> None:
         """Check that the server responds; raise ``BackendUnavailable`` otherwise."""
         with translate_errors("ping"):
             await self.connection.command("PING")
+            connection = await self.connection.current()
+            if connection is not self._asked:  # the server may have been restarted
+                self._durable = await _reported_durability(connection)
+                self._asked = connection
+
+    @property
+    def durable(self) -> bool | None:
+        """Whether the server writes each message to disk; ``None`` if it does not tell.
+
+        ``None`` also means that it writes only snapshots, from time to time.
+        """
+        return self._durable
 
     async def aclose(self) -> None:
         """Disconnect; idempotent."""
@@ -230,6 +279,21 @@ class RedisListBackend:
         letter = DeadLetter.from_envelope(codec.decode(content), channel=queue)
         for callback in self._drop_callbacks:
             callback(letter)
+
+
+async def _reported_durability(connection: PipelinedConnection) -> bool | None:
+    """Return whether the server has an append-only file; ``None`` if that is unknown.
+
+    Without one the server may write snapshots, which ``INFO`` does not tell. The user may lack the
+    permission for either command.
+    """
+    info, save = await connection.call_all([("INFO", "persistence"), ("CONFIG", "GET", "save")])
+    found = re.search(rb"^aof_enabled:(\d)", info, re.MULTILINE) if type(info) is bytes else None
+    if found is None:
+        return None
+    if found[1] == b"1":
+        return True
+    return False if save == [b"save", b""] else None
 
 
 def from_settings(settings: Settings, clock: Clock) -> RedisListBackend:

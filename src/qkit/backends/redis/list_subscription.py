@@ -19,8 +19,14 @@ from qkit.backends.redis.driver import CommandArgument, PipelinedConnection, Rep
 from qkit.backends.redis.errors import BACKEND, DRIVER_ERRORS, to_queue_error, translate_errors
 from qkit.backends.redis.keys import QueueKeys
 from qkit.backends.redis.lease_renewal import RedisLeaseRenewal
-from qkit.backends.redis.queue_scripts import DISTRIBUTE_FIRST, STALE_KEYS, QueueScripts
+from qkit.backends.redis.queue_scripts import (
+    DISTRIBUTE_FIRST,
+    ORDERED,
+    STALE_KEYS,
+    QueueScripts,
+)
 from qkit.backends.redis.scripts import lifecycle
+from qkit.backends.redis.scripts.script import Script
 from qkit.errors import AckDeadlineExceeded, QueueError, SubscriptionLost
 from qkit.message import Envelope
 
@@ -67,6 +73,9 @@ class ListSubscription:
         self._prefetch = spec.prefetch
         self._lease = lease
         self._clock = clock
+        self._claim_script: Script = lifecycle.CLAIM
+        self._release_script: Script = lifecycle.RELEASE
+        self._ordered_id = ""  # identifies an ordered subscription in scripts
         self.held: dict[str, float] = {}  # end of each lease on the local clock, by token
         self._arrivals: Arrivals[Delivery] = Arrivals(
             unclaimed=self._return_claimed, left=self._cancel_slot_timer
@@ -86,11 +95,15 @@ class ListSubscription:
         self._blocking_connection = await self._connection.parameters.open_connection()
         # If SETNAME fails, the error is ignored, and stats does not count this consumer.
         client_id, _ = await self._blocking_connection.call_all(
-            [("CLIENT", "ID"), ("CLIENT", "SETNAME", self._keys.client)]
+            [("CLIENT", "ID"), ("CLIENT", "SETNAME", self._client_name)]
         )
         if isinstance(client_id, Exception):
             raise client_id
         self._blocking_connection_id = int(client_id)
+
+    @property
+    def _client_name(self) -> str:
+        return self._keys.client
 
     # Receive
 
@@ -139,25 +152,31 @@ class ListSubscription:
 
     async def _claim(self, count: int) -> Reply:
         """Claim up to ``count`` messages; return the script's reply."""
-        arguments = count, round(self._lease * 1000)
-        claim = await self._scripts.run_part(lifecycle.CLAIM, self._keys, *arguments)
+        claim = await self._run_claim(count, distributed=0)
+        if claim == ORDERED:
+            self._claim_script = lifecycle.CLAIM_ORDERED
+            claim = await self._run_claim(count, distributed=0)
         if claim == DISTRIBUTE_FIRST:  # another program pushed messages to the topic's key
             await self._scripts.run_whole(lifecycle.DISTRIBUTE, self._keys.queue)
-            claim = await self._scripts.run_part(lifecycle.CLAIM, self._keys, *arguments, 1)
+            claim = await self._run_claim(count, distributed=1)
         return claim
+
+    async def _run_claim(self, count: int, *, distributed: int) -> Reply:
+        arguments = count, round(self._lease * 1000), distributed, self._ordered_id
+        return await self._scripts.run_part(self._claim_script, self._keys, *arguments)
 
     async def _block(self, seconds: float, count: int) -> Reply:
         """Block on the server for up to ``seconds``, then claim, in one round trip."""
         assert self._blocking_connection is not None
         keys = self._keys
         script_keys, levels = self._scripts.part_call(keys)
-        arguments = levels, count, round(self._lease * 1000)
+        arguments = levels, count, round(self._lease * 1000), 0, self._ordered_id
         timeout = max(0.001, round(seconds, 3))
         self._blocked_until = self._clock.monotonic() + seconds
         moved, claim = await self._blocking_connection.call_all(
             [
                 ("BLMOVE", keys.ingress, keys.arrived, "LEFT", "RIGHT", timeout),
-                ("EVALSHA", lifecycle.CLAIM.sha, len(script_keys), *script_keys, *arguments),
+                ("EVALSHA", self._claim_script.sha, len(script_keys), *script_keys, *arguments),
             ],
             longer=seconds,
         )
@@ -167,7 +186,7 @@ class ListSubscription:
             if not is_unknown_script(claim):
                 raise claim
             return await self._claim(count)
-        if claim in (STALE_KEYS, DISTRIBUTE_FIRST):
+        if claim in (STALE_KEYS, DISTRIBUTE_FIRST, ORDERED):
             return await self._claim(count)
         return claim
 
@@ -238,7 +257,7 @@ class ListSubscription:
             return
         try:
             with translate_errors("release", self._keys.queue):
-                await self._scripts.run_part(lifecycle.RELEASE, self._keys, *arguments)
+                await self._scripts.run_part(self._release_script, self._keys, *arguments)
         except QueueError as error:  # leases that are not released expire
             logger.warning("%s: could not release messages: %s", self._keys.queue, error)
 
@@ -281,7 +300,7 @@ class ListSubscription:
         milliseconds = _ms(delay) if delay > 0 else 0
         with translate_errors("release", self._keys.queue):
             done: list[int] = await self._scripts.run_part(
-                lifecycle.RELEASE, self._keys, token, milliseconds, content
+                self._release_script, self._keys, token, milliseconds, content
             )
         return done
 

@@ -10,10 +10,11 @@ from qkit.backends.redis.driver import CommandArgument, Reply
 from qkit.backends.redis.keys import MIN_LEVELS, QueueKeys
 from qkit.backends.redis.scripts.script import Script
 
-__all__ = ["DISTRIBUTE_FIRST", "STALE_KEYS", "QueueScripts"]
+__all__ = ["DISTRIBUTE_FIRST", "ORDERED", "STALE_KEYS", "QueueScripts", "Run"]
 
 STALE_KEYS: Final = b"keys"  # reply: KEYS lacks a priority or a group; nothing was changed
 DISTRIBUTE_FIRST: Final = b"distribute"  # reply of CLAIM: run DISTRIBUTE; nothing was changed
+ORDERED: Final = b"ordered"  # reply of CLAIM: use CLAIM_ORDERED; nothing was changed
 MAX_LAYOUTS: Final = 1_000  # maximum number of cached layouts
 
 Run = Callable[..., Awaitable[Reply]]

@@ -11,5 +11,5 @@ __all__ = ["DELETE", "PEEK", "PURGE", "REMOVE", "STATS"]
 STATS: Final = Script.load("stats")
 PEEK: Final = Script.load("peek")
 PURGE: Final = Script.load("purge")
-REMOVE: Final = Script.load("remove")
+REMOVE: Final = Script.load("remove", order=True)
 DELETE: Final = Script.load("delete")

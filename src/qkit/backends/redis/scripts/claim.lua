@@ -3,15 +3,16 @@
 -- 4 '1' if the caller has just run distribute.
 -- Returns a pair: 0 and a list of alternating tokens and frames; or, if no message is ready, ms
 -- until the next message is due or the next lease expires (-1: none) and an empty list. Returns
--- false if the queue does not exist, and 'distribute' if the caller must run distribute first,
--- which needs the keys of all groups.
+-- false if the queue does not exist, 'distribute' if the caller must run distribute first, which
+-- needs the keys of all groups, and 'ordered' if the caller must use claim_ordered.lua.
 local config, reply = open()
 if not config then return reply end
+if config.ordered then return 'ordered' end
 if config.kind == 'topic' and ARGV[4] ~= '1' and redis.call('LLEN', KEYS[2]) > 0 then
   return 'distribute'
 end
 local q, t, want = part(config, 3), clock(), tonumber(ARGV[2])
-expire(q, t)
+put_back_expired(q, redis.call('ZRANGEBYSCORE', q.lease, '-inf', t, 'LIMIT', 0, CHUNK))
 promote(q, t)
 local taken = {}
 local function take(list)

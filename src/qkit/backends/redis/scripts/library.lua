@@ -3,11 +3,12 @@
 -- A script uses only keys that are in KEYS, as Redis Cluster requires: while a slot is migrating,
 -- the server can then reject the call before the script changes anything.
 --
--- A "part" is a queue, or one group of a topic. It has 5 + LEVELS keys, in this order: the ingress
--- list, the arrivals, the due set, the lease set, the frames by token, and the ready lists of
--- priorities 0 to LEVELS - 1 (script.py describes them).
+-- A "part" is a queue, or one group of a topic. It has PART_KEYS + LEVELS keys, in this order: the
+-- ingress list, the arrivals, the due set, the lease set, the frames by token, the locked keys, the
+-- messages set aside, the free keys, and the ready lists of priorities 0 to LEVELS - 1 (script.py
+-- describes them).
 --
--- Scripts on one part (claim, release):
+-- Scripts on one part (claim, release, and those for ordered subscriptions):
 --   KEYS: 1 meta, 2 list with the name of the queue or topic, 3... keys of the part
 --   ARGV: 1 LEVELS, then the script's own arguments from ARGV[2]
 -- Scripts on a whole queue or topic (all others that use this library):
@@ -20,6 +21,7 @@
 -- 'keys'; the caller then reads the declaration and the groups, and repeats the call.
 
 local CHUNK = 1000  -- maximum number of values for unpack, and of messages moved per step
+local PART_KEYS = 8  -- keys of a part before its ready lists
 local LEVELS = tonumber(ARGV[1])
 local FIRST = 3 + (tonumber(ARGV[2]) or 0)
 
@@ -30,7 +32,8 @@ end
 
 local function part(config, first, group)
   return {ingress = KEYS[first], arrived = KEYS[first + 1], due = KEYS[first + 2],
-          lease = KEYS[first + 3], msg = KEYS[first + 4], p0 = first + 5,
+          lease = KEYS[first + 3], msg = KEYS[first + 4], keys = KEYS[first + 5],
+          back = KEYS[first + 6], free = KEYS[first + 7], p0 = first + PART_KEYS,
           config = config, levels = config.levels, group = group}
 end
 
@@ -39,10 +42,10 @@ local function ready(q, p) return KEYS[q.p0 + p] end
 -- Returns the declaration, or nil and the reply that the script must return.
 local function open()
   local c = redis.call('HMGET', KEYS[1], 'kind', 'max_depth', 'drop_oldest', 'max_priority',
-                       'levels')
+                       'levels', 'ordered')
   if not c[1] then return nil, false end
   local config = {kind = c[1], max_depth = tonumber(c[2] or ''), drop_oldest = c[3] == '1',
-                  top = tonumber(c[4] or '') or 9, levels = {}, used = {}}
+                  top = tonumber(c[4] or '') or 9, levels = {}, used = {}, ordered = c[6]}
   local highest = config.top
   for p in string.gmatch(c[5] or '', '%d+') do
     p = tonumber(p)
@@ -64,7 +67,7 @@ local function open_whole()
     config.parts = {part(config, 4)}
     return config
   end
-  local size = 5 + LEVELS
+  local size = PART_KEYS + LEVELS
   config.parts, config.passed = {}, {}
   for i = 1, FIRST - 3 do
     config.passed[ARGV[2 + i]] = part(config, 4 + i * size, ARGV[2 + i])
@@ -144,9 +147,12 @@ local function enqueue_arrivals(q, t)
   end
 end
 
--- Maintain the invariant that the ingress list is not empty while any message is ready.
+-- Maintain the invariant that the ingress list is not empty while any message is ready. The arrivals
+-- are enqueued first: they are later than the ready messages, one of which is moved behind them.
 local function wake(q)
   if redis.call('LLEN', q.ingress) > 0 then return end
+  local fs = redis.call('LPOP', q.arrived, CHUNK)
+  if fs then enqueue(q, fs, clock()) end
   for _, p in ipairs(q.levels) do
     local f = redis.call('RPOP', ready(q, p))
     if f then redis.call('RPUSH', q.ingress, f) return end
@@ -160,31 +166,36 @@ local function put_back(q, f, n)
   redis.call(n > 0 and 'LPUSH' or 'RPUSH', ready(q, level(q, p)), f)
 end
 
--- Move due messages to the ready lists.
+-- Move due messages to the ready lists, in the order of their due times: messages that were delivered
+-- before to the front, others to the end.
 local function promote(q, t)
   local toks = redis.call('ZRANGEBYSCORE', q.due, '-inf', t, 'LIMIT', 0, CHUNK)
   if #toks == 0 then return end
-  for i, f in ipairs(redis.call('HMGET', q.msg, unpack(toks))) do
-    if f then local _, _, _, n = head(f) put_back(q, f, n) end
+  local again = {}
+  for _, f in ipairs(redis.call('HMGET', q.msg, unpack(toks))) do
+    if f then
+      local _, _, _, n = head(f)
+      if n > 0 then again[#again + 1] = f else put_back(q, f, 0) end
+    end
   end
+  for i = #again, 1, -1 do put_back(q, again[i], 1) end
   redis.call('ZREM', q.due, unpack(toks))
   redis.call('HDEL', q.msg, unpack(toks))
 end
 
--- Put messages whose lease has expired back, and count the delivery. Earlier versions wrote '!'
--- after the delivery count of the last allowed delivery; it is removed.
-local function expire(q, t)
-  local toks = redis.call('ZRANGEBYSCORE', q.lease, '-inf', t, 'LIMIT', 0, CHUNK)
+-- Returns a frame whose delivery count is one higher. Earlier versions wrote '!' after the delivery
+-- count of the last allowed delivery; it is removed.
+local function charged(f)
+  local _, _, _, n = head(f)
+  return (string.gsub(f, '^(qk1 %S+ %S+ %d+ %d+ )%d+!?', '%1' .. n + 1, 1))
+end
+
+-- Put messages whose leases have expired back to the front, and count the delivery.
+local function put_back_expired(q, toks)
   if #toks == 0 then return end
   local fs = redis.call('HMGET', q.msg, unpack(toks))
   for i = #toks, 1, -1 do
-    local f = fs[i]
-    if f then
-      local _, _, _, n = head(f)
-      n = n + 1
-      f = string.gsub(f, '^(qk1 %S+ %S+ %d+ %d+ )%d+!?', '%1' .. n, 1)
-      put_back(q, f, n)
-    end
+    if fs[i] then put_back(q, charged(fs[i]), 1) end
   end
   redis.call('ZREM', q.lease, unpack(toks))
   redis.call('HDEL', q.msg, unpack(toks))

@@ -13,12 +13,15 @@ for _, q in ipairs(parts(config, clock())) do
     deleted = deleted + redis.call('LLEN', ready(q, p))
     redis.call('UNLINK', ready(q, p))
   end
-  while true do
-    local toks = redis.call('ZRANGE', q.due, 0, CHUNK - 1)
-    if #toks == 0 then break end
-    deleted = deleted + #toks
-    redis.call('HDEL', q.msg, unpack(toks))
-    redis.call('ZREM', q.due, unpack(toks))
+  for _, set in ipairs({q.due, q.back}) do
+    while true do
+      local toks = redis.call('ZRANGE', set, 0, CHUNK - 1)
+      if #toks == 0 then break end
+      deleted = deleted + #toks
+      redis.call('HDEL', q.msg, unpack(toks))
+      redis.call('ZREM', set, unpack(toks))
+    end
   end
+  redis.call('UNLINK', q.free)
 end
 return deleted

@@ -31,13 +31,15 @@ for _, q in ipairs(parts(config, t)) do
       end
     end
   end
-  for _, tok in ipairs(redis.call('ZRANGE', q.due, 0, -1)) do
-    local f = redis.call('HGET', q.msg, tok)
-    if f and hit(f) then
-      redis.call('HDEL', q.msg, tok)
-      redis.call('ZREM', q.due, tok)
+  for _, set in ipairs({q.back, q.due}) do
+    for _, tok in ipairs(redis.call('ZRANGE', set, 0, -1)) do
+      local f = redis.call('HGET', q.msg, tok)
+      if f and hit(f) then
+        redis.call('HDEL', q.msg, tok)
+        redis.call('ZREM', set, tok)
+      end
     end
   end
-  wake(q)
+  wake_ordered(q)
 end
 return deleted

@@ -9,6 +9,9 @@ The queue ``orders`` has these keys, all in one hash slot:
 ``{orders}:due``           tokens of delayed messages, sorted by due time
 ``{orders}:lease``         tokens of claimed messages, sorted by the end of the lease
 ``{orders}:msg``           frames by token
+``{orders}:keys``          message keys that ordered subscriptions hold
+``{orders}:back``          messages of such keys that were set aside for the subscription
+``{orders}:free``          keys that are not held and have messages in ``{orders}:back``
 ``{orders}:meta``          declaration; a queue without it does not exist
 =========================  =========================================================
 
@@ -22,6 +25,9 @@ Two invariants keep messages safe:
   blocks on an empty list while messages are ready, so no wake-up is lost, and each claim wakes the
   next consumer. ``wake`` moves the last message of the lowest priority. When that message is
   enqueued again, it returns to its place, before all later messages.
+
+Only queues that have or had an ordered subscription (field ``ordered`` of ``:meta``) use the keys
+``:keys``, ``:back`` and ``:free``; ``order.lua`` describes them.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from importlib.resources import files
 __all__ = ["Script"]
 
 _LIBRARY = "library"
+_ORDER = "order"
 
 
 class Script:
@@ -52,14 +59,16 @@ class Script:
         self.sha: str = sha1(source.encode(), usedforsecurity=False).hexdigest()
 
     @classmethod
-    def load(cls, name: str, *, library: bool = True) -> Script:
+    def load(cls, name: str, *, library: bool = True, order: bool = False) -> Script:
         """Load ``<name>.lua``.
 
         Args:
             name: File name without ``.lua``.
             library: Whether to prepend ``library.lua``. A script without it starts faster.
+            order: Whether to prepend ``order.lua`` too.
         """
-        return cls((_source(_LIBRARY) if library else "") + _source(name))
+        names = [_LIBRARY] * library + [_ORDER] * order + [name]
+        return cls("".join(map(_source, names)))
 
 
 @cache

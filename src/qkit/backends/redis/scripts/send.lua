@@ -16,7 +16,11 @@ local function count(q)
     q.ahead = q.ahead + q.counts[p]
   end
   q.unsorted = redis.call('LLEN', q.ingress)
-  q.total = q.ahead + q.unsorted + redis.call('ZCARD', q.due) + redis.call('ZCARD', q.lease)
+  q.aside = config.ordered and redis.call('ZCARD', q.back) or 0
+  q.total = q.ahead + q.unsorted + q.aside + redis.call('ZCARD', q.due)
+            + redis.call('ZCARD', q.lease)
+  local first = redis.call('ZRANGE', q.due, 0, 0, 'WITHSCORES')
+  q.next_due = tonumber(first[2]) or math.huge
   return q
 end
 
@@ -30,26 +34,23 @@ local function evict(q)
       return
     end
   end
+  local entry = q.aside > 0 and redis.call('ZRANGE', q.back, 0, 0)[1]
+  if entry then
+    evicted[#evicted + 1] = redis.call('HGET', q.msg, entry)
+    redis.call('HDEL', q.msg, entry)
+    redis.call('ZREM', q.back, entry)
+    q.aside, q.total = q.aside - 1, q.total - 1
+  end
 end
 
 local function put(q, p, at, f)
   if config.max_depth and q.total >= config.max_depth then evict(q) end
   q.total = q.total + 1
   if at > t then
-    -- If this is the earliest due time, wake a blocked consumer, which would wait too long.
-    if q.ahead == 0 and q.unsorted == 0 and not q.woken then
-      local first = redis.call('ZRANGE', q.due, 0, 0, 'WITHSCORES')
-      if #first == 0 or tonumber(first[2]) > at then
-        redis.call('RPUSH', q.ingress, f)
-        redis.call('HSET', KEYS[1], 'early', 1)  -- send_plain subtracts this message
-        q.woken = true
-        return -1
-      end
-    end
     schedule(q, f, at)
     return -1
   end
-  local position = q.unsorted
+  local position = q.unsorted + q.aside
   for _, level in ipairs(q.levels) do
     if level >= p then position = position + (q.counts[level] or 0) end
   end
@@ -90,5 +91,22 @@ for i = FIRST, #ARGV, 4 do
   end
   results[#results + 1] = result
 end
-for _, q in ipairs(all) do wake(q) end
+-- If a message is due earlier than every other, wake a blocked consumer, which would wait too long:
+-- move the message to the ingress list. Of several that are due at that time it is the last one,
+-- because it gets a new token and so comes after the others.
+local function wake_for_due(q)
+  if q.ahead > 0 or q.unsorted > 0 then return end
+  local first = redis.call('ZRANGE', q.due, 0, 0, 'WITHSCORES')
+  if #first == 0 or tonumber(first[2]) >= q.next_due then return end
+  local tok = redis.call('ZREVRANGEBYSCORE', q.due, first[2], first[2], 'LIMIT', 0, 1)[1]
+  redis.call('RPUSH', q.ingress, redis.call('HGET', q.msg, tok))
+  redis.call('ZREM', q.due, tok)
+  redis.call('HDEL', q.msg, tok)
+  redis.call('HSET', KEYS[1], 'early', 1)  -- send_plain subtracts this message
+end
+
+for _, q in ipairs(all) do
+  wake_for_due(q)
+  wake(q)
+end
 return {results, evicted}
