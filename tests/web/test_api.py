@@ -323,7 +323,9 @@ async def test_an_unexpected_request_body_is_rejected(
 
 
 async def test_a_token_can_be_checked(client: httpx.AsyncClient) -> None:
-    assert (await client.post("/api/token", headers=AUTHORIZED)).json() == {"valid": True}
+    answer = await client.post("/api/token", headers=AUTHORIZED)
+    assert answer.json() == {"valid": True, "access": "all"}
+    assert (await client.get("/api/token")).json() == {"valid": True, "access": "read"}
     wrong = {"Authorization": "Bearer wrong"}
     assert (await client.post("/api/token", headers=wrong)).status_code == 401
 
@@ -495,7 +497,9 @@ async def test_the_openapi_document_describes_every_operation(client: httpx.Asyn
     assert document["openapi"] == "3.1.0"
     assert set(document["paths"]["/api/queues/{name}/dead-letters"]) == {"get", "delete"}
     operations = [item for path in document["paths"].values() for item in path.items()]
-    assert all(("security" in item) is (method != "get") for method, item in operations)
+    for method, item in operations:
+        schemes = ["token", "readToken"] if method == "get" else ["token"]
+        assert item["security"] == [{scheme: []} for scheme in schemes]
     assert document["servers"] == [{"url": "/"}]
     deleting = document["paths"]["/api/queues/{name}/dead-letters"]["delete"]["parameters"]
     assert {item["name"] for item in deleting} == {

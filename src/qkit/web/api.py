@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from qkit.message import Reason
 from qkit.queue_lookup import require_queue
 from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
+from qkit.web.access_control import ACCESS
 from qkit.web.responses import json_response
 from qkit.web.sampler import Sampler
 from qkit.web.schemas import (
@@ -145,8 +147,12 @@ class Api:
                 summary="Return the state of the service and its queues.",
             ),
             Endpoint(
-                method="POST", path="/api/token", handle=self.token, returns=TokenCheck,
-                summary="Check the token; the response is 401 if it is invalid.",
+                method="GET", path="/api/token", handle=self.token, returns=TokenCheck,
+                summary="Return what the token permits; the response is 401 if it is invalid.",
+            ),
+            Endpoint(
+                method="POST", path="/api/token", handle=self.write_token, returns=TokenCheck,
+                summary="Check that the token permits changes; the response is 401 or 403 if not.",
             ),
             Endpoint(
                 method="GET", path="/api/queues", handle=self.queues, returns=list[QueueView],
@@ -193,7 +199,10 @@ class Api:
         return json_response(await self._sampler.sample())
 
     async def token(self, request: Request) -> Response:
-        return json_response(TokenCheck(valid=True))  # AccessControl rejects invalid tokens
+        return json_response(TokenCheck(valid=True, access=_access(request)))
+
+    async def write_token(self, request: Request) -> Response:
+        return json_response(TokenCheck(valid=True, access="all"))  # checked by AccessControl
 
     async def queues(self, request: Request) -> Response:
         return json_response((await self._sampler.sample()).queues, shape=list[QueueView])
@@ -335,6 +344,11 @@ def _require_confirmation(request: Request, *, filtered: bool) -> None:
         )
 
 
+def _access(request: Request) -> Literal["read", "all"]:
+    """Return what the request may do, which is at least reading."""
+    return "all" if request.scope[ACCESS] == "all" else "read"
+
+
 def _reason(request: Request) -> str | None:
     text = request.query_params.get("reason")
     if text is not None and text not in set(Reason):
@@ -354,7 +368,7 @@ def _timestamp(request: Request, name: str) -> float | None:
 
 def _limit(request: Request) -> int:
     text = request.query_params.get("limit", str(DEFAULT_LIMIT))
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
+    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= MAX_LIMIT:
         raise HTTPException(
             422, f"limit: expected an integer from 1 to {MAX_LIMIT}, got {text[:20]!r}"
         )

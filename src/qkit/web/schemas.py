@@ -74,8 +74,8 @@ class Totals:
 class Overview:
     """State of the service and its queues at one time.
 
-    At most 200 queues are listed; ``queues_omitted`` counts the others. ``writable`` is
-    true if the service has a token. ``error`` is the reason why the queues could not be listed.
+    At most 200 queues are listed; ``queues_omitted`` counts the others. ``writable`` is true if the
+    service has a token for changes. ``error`` is the reason why the queues could not be listed.
     """
 
     sampled_at: float
@@ -136,9 +136,10 @@ class ConsumerList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCheck:
-    """Confirmation that the token of the request is valid."""
+    """Confirmation that the token of the request is valid, and what it permits."""
 
     valid: bool
+    access: Literal["read", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
