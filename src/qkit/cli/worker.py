@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from qkit._internal.logging import JsonFormatter
+from qkit._internal.logging import JsonFormatter, escape_record
 from qkit.cli import common
 from qkit.cli.common import AsJson, Config, command
 from qkit.cli.supervisor import Supervisor
@@ -258,7 +258,8 @@ class SafeFormatter(logging.Formatter):
     """Text formatter that escapes control characters, which errors may quote from messages."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the record and escape its control characters."""
+        """Format the record and escape its control characters; indent its traceback."""
+        escape_record(record)
         return safe(super().format(record))
 
 
