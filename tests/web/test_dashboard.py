@@ -205,7 +205,7 @@ async def test_a_purge_covers_more_dead_letters_than_the_page_lists(
     await wait_for_dead_letters(service, "orders", 101)
     async with open_dashboard(service, "#/queues/orders/dead-letters") as watched:
         page = watched.page
-        await expect(page.get_by_text("Select the first 100 of 101")).to_be_visible()
+        await expect(page.get_by_text("Select the newest 100 of 101")).to_be_visible()
         await page.get_by_role("button", name="Purge all…").click()
         dialog = page.get_by_role("dialog")
         await expect(dialog).to_contain_text("all 101 dead letters")
@@ -310,6 +310,7 @@ async def test_the_dashboard_asks_for_a_token_and_works_with_the_read_token(
         await expect(page.locator(".item .preview")).to_contain_text("only for readers")
         await page.goto(f"{address}#/queues/orders/dead-letters")
         await expect(page.locator(".item")).to_have_count(3)
+        await expect(page.locator(".item").first).to_contain_text("total -3")  # newest first
         async with page.context.expect_page() as opened:
             await page.get_by_role("link", name="health").click()
         health = await opened.value
@@ -440,7 +441,7 @@ async def test_the_keyboard_focus_survives_a_replay_and_a_purge(
         await unlock(page)
         await expect(summaries).to_have_count(2)
         await expect(summaries.nth(1)).to_be_focused()  # the next dead letter
-        await expect(summaries.nth(1)).to_contain_text("total -3")
+        await expect(summaries.nth(1)).to_contain_text("total -1")
         await page.keyboard.press("Enter")
         await page.get_by_role("button", name="Purge this one…").press("Enter")
         await page.get_by_role("dialog").get_by_role("button", name="Purge").press("Enter")

@@ -162,7 +162,7 @@ def _json(document: dict[str, object]) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    names = {404: "NotFound", 405: "MethodNotAllowed"}
+    names = {403: "TokenRequired", 404: "NotFound", 405: "MethodNotAllowed"}
     name = names.get(error.status_code, "BadRequest")
     return error_response(error.status_code, name, error.detail)
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import h11
 from uvicorn import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from qkit._internal.logging import logger
@@ -105,15 +105,17 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.logger = _server_log
         self._limit = limit
-        self._phase: object = None
+        self._phase: Any = None
         self._request_deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
 
     @property
     def expendable(self) -> bool:
         """Whether no complete request is being answered, or the client does not read the answer."""
-        running = self.cycle is not None and not self.cycle.response_complete
-        return not running or self.cycle.more_body or self.flow.write_paused
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is None or cycle.response_complete:
+            return True
+        return cycle.more_body or self.flow.write_paused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """Start the deadline for the first request."""

@@ -93,16 +93,24 @@ class Overview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageList:
-    """Next messages of a queue, in delivery order."""
+    """Next messages of a queue, in delivery order.
+
+    ``truncated`` is true if fewer messages than requested are listed because they are large.
+    """
 
     messages: list[MessageView]
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterList:
-    """Dead letters of a channel, oldest first."""
+    """Dead letters of a channel, in the given order.
+
+    ``order`` is ``oldest`` although the newest were requested, if there are too many to sort.
+    """
 
     dead_letters: list[DeadLetterView]
+    order: Literal["oldest", "newest"] = "oldest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
