@@ -29,6 +29,7 @@ __all__ = [
     "ExtendMany",
     "Log",
     "LossReporting",
+    "PeekReporting",
     "PublishGroups",
     "PublishNow",
     "QueueSpec",
@@ -1119,6 +1120,32 @@ class DroppedLetterSource(Protocol):
         Example:
             >>> from qkit.backends.native import NativeBackend
             >>> NativeBackend().on_dropped_letter(lambda letter: print(letter.message_id))
+        """
+        ...
+
+
+@runtime_checkable
+class PeekReporting(Protocol):
+    """A backend whose ``peek`` affects the queue that it reads.
+
+    Implement it if ``peek`` receives messages and returns them, so that it hides them from
+    consumers meanwhile, marks them as redelivered or may change their order. The web app then
+    requires the token for changes to show messages.
+
+    Example:
+        >>> class ReceivingBackend:
+        ...     peek_affects_queue = True
+        >>> isinstance(ReceivingBackend(), PeekReporting)
+        True
+    """
+
+    @property
+    def peek_affects_queue(self) -> bool:
+        """Whether ``peek`` affects the queue.
+
+        Example:
+            >>> def needs_permission(backend: PeekReporting) -> bool:
+            ...     return backend.peek_affects_queue
         """
         ...
 

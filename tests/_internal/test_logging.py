@@ -11,7 +11,7 @@ from datetime import datetime
 
 import pytest
 
-from qkit._internal.logging import JsonFormatter
+from qkit._internal.logging import JsonFormatter, Lines, logger
 
 
 def line(record: logging.LogRecord) -> dict[str, object]:
@@ -119,3 +119,38 @@ def test_the_formatter_works_in_a_log_handler() -> None:
     handler.handle(record("a file named %s", "caf\udce9"))
     stream.seek(0)
     assert json.loads(stream.read())["message"] == "a file named caf\udce9"
+
+
+ATTACK = "7\n2026-01-01 ERROR forged\r\x1b[2J\x9b31m\u202e\x00"
+UNSAFE = set("\n\r\x1b\x9b\u202e\x00")
+
+
+@pytest.mark.parametrize("name", ["qkit", "qkit.native"])
+def test_foreign_text_cannot_add_a_line_or_send_a_terminal_command(name: str) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s %(message_id)s"))
+    log = logging.getLogger(name)
+    log.addHandler(handler)
+    try:
+        foreign = {"message_id": ATTACK}
+        log.warning("message %s of %r: %s", ATTACK, [ATTACK], ValueError(ATTACK), extra=foreign)
+        log.warning("%d of %.1f s", 3, 0.25, extra=foreign)
+        log.warning("%(path)s", {"path": ATTACK}, extra=foreign)
+        try:
+            raise ValueError(ATTACK)
+        except ValueError:
+            log.exception("failed", extra=foreign)
+    finally:
+        log.removeHandler(handler)
+    text = stream.getvalue()
+    assert not (UNSAFE - {"\n"}) & set(text)
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith(("WARNING", "ERROR"))] == lines[:4]
+    assert all(line.startswith("  ") for line in lines[4:])  # the traceback
+    assert lines[1].startswith("WARNING 3 of 0.2 s")
+
+
+def test_line_breaks_of_a_stack_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    logger.warning("blocked here:\n%s", Lines("one\ntwo\x1b"))
+    assert caplog.messages == ["blocked here:\none\ntwo\\x1b"]

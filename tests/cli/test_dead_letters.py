@@ -10,8 +10,11 @@ from collections.abc import Collection
 import pytest
 
 from qkit import QueueService, Settings
+from qkit._internal.clock import SystemClock
 from qkit._internal.ids import new_id
 from qkit.admin.dead_letters import DeadLetters
+from qkit.backend import QueueSpec, QueueStats
+from qkit.backends.factory import open_backend
 from qkit.cli.dead_letters import seconds
 from qkit.errors import ConfigError
 from qkit.message import Envelope
@@ -176,3 +179,46 @@ def test_an_age_without_a_unit_is_rejected(shell: Shell) -> None:
     with pytest.raises(ConfigError, match="10m"):
         seconds("--older-than", "10")
     assert "10m" in shell.run("dlq", "list", "orders", "--older-than", "soon", code=2).stderr
+
+
+ATTACK = "7\n8\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e"
+
+
+def test_control_characters_of_other_programs_do_not_reach_the_terminal(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def put() -> None:
+        backend = open_backend(Settings(type="native", path=shell.path), SystemClock())
+        await backend.start()
+        for name, body in (("orders", ATTACK.encode()), ("orders_dlq", b'"\x1b\xc2\x9b31m')):
+            await backend.declare(QueueSpec(name=name))
+            headers = {"note": ATTACK, "qkit-error": ATTACK, "qkit-reason": ATTACK}
+            await backend.publish(name, [Envelope(ATTACK, body, headers, key=ATTACK)])
+        await backend.aclose()
+
+    asyncio.run(put())
+    real = QueueService.queues
+
+    async def with_foreign_names(service: QueueService) -> list[str]:
+        return [*await real(service), ATTACK]
+
+    async def figures(service: QueueService, name: str) -> QueueStats:
+        return QueueStats(queue=name, depth=1)
+
+    for words in (
+        ["dlq", "list", "orders"],
+        ["dlq", "show", "orders", ATTACK],
+        ["dlq", "replay", "orders", "--dry-run"],
+        ["dlq", "show", "orders", f"{ATTACK}?"],
+        ["peek", "orders"],
+        ["consume", "orders", "--limit", "1"],
+    ):
+        result = shell.run(*words, code=int(words[-1].endswith("?")))
+        assert not set("\x1b\x07\x9b\r\u202e") & set(result.output), words
+        assert not any(line.startswith("8") for line in result.output.splitlines()), words
+    monkeypatch.setattr(QueueService, "queues", with_foreign_names)
+    monkeypatch.setattr(QueueService, "stats", figures)
+    for words in (["queues"], ["stats"], ["dlq", "list"]):
+        output = shell.run(*words).output
+        assert "\\x1b[2J" in "".join(output.split()), words
+        assert not set("\x1b\x07\x9b\r\u202e") & set(output), words

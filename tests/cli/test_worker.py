@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from qkit import ConfigError
+from qkit.cli.target import load
 from qkit.cli.worker import WebOptions, set_up_logs
 from tests.support.cli import Shell
 
@@ -279,7 +281,7 @@ def test_qkit_web_shows_queues_of_other_processes(place: Path, shell: Shell) -> 
             ("orders", 1, "none")
         ]
         for host, status in (("shop.example:80", 200), ("evil.example", 421)):
-            answer = httpx.get(f"{address}api/queues", headers={"Host": host})
+            answer = httpx.get(f"{address}metrics", headers={"Host": host})
             assert answer.status_code == status
         assert running.end() == 0
 
@@ -341,3 +343,53 @@ def test_workers_of_a_synchronous_service_are_restarted_and_drain(
         shell.run("send", "orders", "1")
         running.until(lambda line: line == "billed 1")
         assert running.end() == 0
+
+
+@pytest.mark.parametrize("command", [("run", "shop:service"), ("web",)], ids=["run", "web"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "queues.example"])
+def test_another_address_without_a_token_is_rejected_at_start(
+    place: Path, shell: Shell, command: tuple[str, ...], host: str
+) -> None:
+    result = shell.run(*command, "--host", host, "--port", "0", code=2)
+    text = " ".join(result.stderr.split())
+    assert "QKIT_TOKEN" in text
+    assert "QKIT_READ_TOKEN" in text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_a_loopback_address_needs_no_token(host: str) -> None:
+    WebOptions(port=0, host=host, token=None, read_token=None, hosts=[])
+    WebOptions(port=None, host="0.0.0.0", token=None, read_token=None, hosts=[])
+    other = WebOptions(port=0, host="0.0.0.0", token=None, read_token="r", hosts=[])
+    assert other.environment() == {"QKIT_READ_TOKEN": "r"}
+
+
+APPLICATION = """
+from fastapi import FastAPI
+from qkit import QueueService, Settings
+
+service = QueueService(Settings(type="native"))
+app = FastAPI()
+
+def create(name: str) -> QueueService:
+    return service
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("app", "is an ASGI application (FastAPI)"),
+        ("create", "missing a required argument"),
+    ],
+)
+def test_a_target_that_is_not_a_service_is_named_with_what_to_pass(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"web_shop_{name}"
+    Path(tmp_path, f"{module}.py").write_text(APPLICATION)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load(f"{module}:{name}")
+    assert reason in str(caught.value)
+    assert f"pass {module}:service" in str(caught.value)

@@ -34,7 +34,8 @@ def test_dead_letters_are_listed_and_replayed_as_in_the_readme(tmp_path: Path) -
             lines.append(line)
         output = "".join(lines)
         address = next(word for word in output.split() if word.startswith("http://"))
-        rows = {row["name"]: row for row in httpx.get(f"{address}api/queues").json()}
+        token = {"Authorization": "Bearer demo"}
+        rows = {row["name"]: row for row in httpx.get(f"{address}api/queues", headers=token).json()}
         assert rows["orders"]["dead_letters"] == 3
         assert rows["payments"]["dead_letters"] == 2
         assert "QKIT_PATH=.demo .venv/bin/qkit dlq replay orders" in output

@@ -439,7 +439,7 @@ def test_uses_tls_depends_on_the_url_and_the_tls_settings(
         (f"amqp://u:a@{CANARY}@host", "amqp://u:***@host"),
         (f"amqp://u:a#{CANARY}@host", "amqp://u:***@host"),
         (f"u:{CANARY}@host:9092", "u:***@host:9092"),
-        ("amqp://guest@host", "amqp://guest@host"),
+        ("amqp://guest@host", "amqp://***@host"),
         ("a:9092,b:9092", "a:9092,b:9092"),
     ],
 )

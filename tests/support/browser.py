@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -41,9 +42,14 @@ class Watched:
 
 @asynccontextmanager
 async def open_page(
-    address: str, *, dark: bool = False, width: int = 1200, height: int = 800
+    address: str,
+    *,
+    dark: bool = False,
+    width: int = 1200,
+    height: int = 800,
+    read_token: str | None = None,
 ) -> AsyncIterator[Watched]:
-    """Open a page in a new browser."""
+    """Open a page in a new browser, signed in if a read token is given."""
     sandbox = [] if os.geteuid() else ["--no-sandbox"]  # required to run Chromium as root
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=program(), args=sandbox)
@@ -53,6 +59,9 @@ async def open_page(
                 viewport={"width": width, "height": height},
                 reduced_motion="reduce",
             )
+            if read_token is not None:
+                store = f"sessionStorage.setItem('qkit-read-token', {json.dumps(read_token)})"
+                await context.add_init_script(store)
             watched = Watched(await context.new_page())
             await watched.page.goto(address)
             yield watched

@@ -13,7 +13,9 @@ from qkit import Message, QueueService, Reject, Settings, channel, consume
 from qkit.web import create_app
 
 TOKEN = "correct-horse-battery-staple"
+READ_TOKEN = "read-only-battery-staple"
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+READING = {"Authorization": f"Bearer {READ_TOKEN}"}
 
 
 @channel("orders", dead_letter=True)
@@ -45,12 +47,19 @@ async def client_of(
     service: QueueService,
     *,
     token: str | None = TOKEN,
+    read_token: str | None = READ_TOKEN,
     hosts: tuple[str, ...] = (),
     base_url: str = "http://localhost:8710",
+    peer: str = "127.0.0.1",
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client that calls the app in process, by default with host name ``localhost``."""
-    transport = httpx.ASGITransport(app=create_app(service, token=token, hosts=hosts))
-    async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
+    """Yield a client that calls the app in process, by default with host name ``localhost``.
+
+    The client sends the read token, if there is one; a change has to send ``AUTHORIZED``.
+    """
+    app = create_app(service, token=token, read_token=read_token, hosts=hosts)
+    transport = httpx.ASGITransport(app=app, client=(peer, 12345))
+    headers = {} if read_token is None else {"Authorization": f"Bearer {read_token}"}
+    async with httpx.AsyncClient(transport=transport, base_url=base_url, headers=headers) as client:
         yield client
 
 

@@ -12,7 +12,7 @@ import time
 
 from qkit import QueueService, Settings, consume
 from qkit.web import serve
-from tests.support.web import TOKEN
+from tests.support.web import READ_TOKEN, TOKEN
 
 
 def say(*words: object) -> None:
@@ -37,7 +37,7 @@ async def main() -> None:
     service = QueueService(Settings(type="native", shutdown={"timeout": 120}))
     service.register(nap)
     service.register(block)
-    async with serve(service, port=0, token=TOKEN) as address:
+    async with serve(service, port=0, token=TOKEN, read_token=READ_TOKEN) as address:
         say(address)
         await service.run()
         say("ran")

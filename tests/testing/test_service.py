@@ -16,6 +16,7 @@ from qkit import (
     InvalidBody,
     LifecycleError,
     Message,
+    QueueNotFound,
     QueueService,
     Reject,
     RetrySettings,
@@ -307,3 +308,24 @@ async def test_send_many_takes_options_and_checks_every_body() -> None:
         assert [message.priority for message in await service.peek("numbers")] == [7, 7]
         with pytest.raises(InvalidBody):
             await t.send_many(numbers, ["one"])  # type: ignore[misc]
+
+
+async def test_inject_puts_foreign_and_broken_messages_in() -> None:
+    seen: list[tuple[object, dict[str, str]]] = []
+
+    @consume("orders")
+    async def place(order: dict[str, int], message: Message) -> None:
+        seen.append((order, dict(message.headers)))
+
+    service = QueueService(Settings(type="native", prefix="test."))
+    service.register(place)
+    async with TestService(service) as t:
+        foreign = await t.inject("orders", b'{"id": 1}', headers={"x-sender": "cobol"})
+        broken = await t.inject(Channel("orders", dict), b"\xff\x00")
+        await t.drain()
+        assert seen == [({"id": 1}, {"x-sender": "cobol"})]
+        (letter,) = t.dead_letters("orders")
+        assert (letter.message_id, letter.reason) == (broken, "Undecodable")
+        assert foreign != broken
+        with pytest.raises(QueueNotFound):
+            await t.inject("unknown", b"")

@@ -11,7 +11,15 @@ import pytest
 from qkit import ConfigError, QueueService
 from qkit.web import create_app
 from qkit.web.access_control import SECURITY_HEADERS, AccessControl
-from tests.support.web import AUTHORIZED, TOKEN, client_of, make_shop, wait_for_dead_letters
+from tests.support.web import (
+    AUTHORIZED,
+    READ_TOKEN,
+    READING,
+    TOKEN,
+    client_of,
+    make_shop,
+    wait_for_dead_letters,
+)
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "WHATEVER")
 
@@ -29,7 +37,8 @@ ROUTES = sorted(set(paths()))
 @pytest.mark.parametrize(
     "headers",
     [
-        {},
+        {"Authorization": ""},
+        READING,
         {"Authorization": "Bearer wrong"},
         {"Authorization": f"Basic {TOKEN}"},
         {"Authorization": TOKEN},
@@ -43,6 +52,7 @@ ROUTES = sorted(set(paths()))
     ],
     ids=[
         "no token",
+        "read token",
         "wrong token",
         "Basic scheme",
         "bare token",
@@ -81,12 +91,88 @@ async def test_a_rejected_change_has_no_effect(service: QueueService) -> None:
 async def test_without_a_token_changes_are_rejected_with_a_reason(
     service: QueueService,
 ) -> None:
-    async with client_of(service, token=None) as client:
+    async with client_of(service, token=None, read_token=None) as client:
         answer = await client.post("/api/queues/orders/pause", headers={"Authorization": "Bearer "})
         overview = await client.get("/api/overview")
     assert answer.status_code == 403
     assert "token" in answer.json()["error"]["message"]
     assert overview.json()["writable"] is False
+
+
+PUBLIC = ("/livez", "/readyz", "/metrics")
+FILES = ("/", "/static/app.js", "/openapi.json")
+DATA = tuple(path for path in ROUTES if path.startswith("/api/") and path != "/api/events")
+READABLE = (*DATA, "/health", "/asyncapi.json")
+
+
+async def test_the_read_token_permits_reading_only(service: QueueService) -> None:
+    async with client_of(service) as client:
+        for headers, access in ((READING, "read"), (AUTHORIZED, "all")):
+            for path in (*READABLE, *PUBLIC, *FILES):
+                answer = await client.get(path, headers=headers)
+                assert answer.status_code in (200, 405), f"{path}: {answer.text}"
+            assert (await client.get("/api/token", headers=headers)).json()["access"] == access
+        answer = await client.post("/api/queues/orders/pause", headers=READING)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "ReadTokenOnly")
+        assert (await client.post("/api/queues/orders/pause", headers=AUTHORIZED)).is_success
+
+
+@pytest.mark.parametrize("tokens", [(TOKEN, None), (None, READ_TOKEN), (TOKEN, READ_TOKEN)])
+async def test_with_a_token_nothing_is_readable_without_it(
+    service: QueueService, tokens: tuple[str | None, str | None]
+) -> None:
+    token, read_token = tokens
+    async with client_of(service, token=token, read_token=read_token) as client:
+        for authorization in ("", "Bearer wrong", f"Basic {TOKEN}"):
+            headers = {"Authorization": authorization}
+            for path in (*READABLE, "/api/events", "/nowhere"):
+                answer = await client.get(path, headers=headers)
+                assert answer.status_code == 401, f"{path}: {answer.text}"
+            for path in (*PUBLIC, *FILES):  # these contain no messages and no error texts
+                assert (await client.get(path, headers=headers)).status_code == 200, path
+
+
+async def test_with_a_read_token_only_changes_are_rejected(service: QueueService) -> None:
+    async with client_of(service, token=None) as client:
+        assert (await client.get("/api/overview")).json()["writable"] is False
+        answer = await client.post("/api/queues/orders/pause")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "ReadOnly")
+
+
+REMOTE = [
+    ("127.0.0.1", {"Forwarded": "for=192.0.2.1"}),
+    ("127.0.0.1", {"Via": "1.1 proxy"}),
+    ("127.0.0.1", {"X-Forwarded-For": "127.0.0.1"}),
+    ("127.0.0.1", {"X-Forwarded-Host": "localhost"}),
+    ("127.0.0.1", {"X-Real-IP": "127.0.0.1"}),
+    ("127.0.0.1", {"CF-Connecting-IP": "192.0.2.1"}),
+    ("192.0.2.1", {}),
+    ("192.0.2.1", {"Host": "127.0.0.1"}),
+    ("testclient", {}),
+    ("", {}),
+    ("127.0.0.1", {"Host": "queues.example"}),
+]
+
+
+@pytest.mark.parametrize(("peer", "headers"), REMOTE, ids=str)
+async def test_without_tokens_other_machines_and_proxies_get_only_probes_and_metrics(
+    service: QueueService, peer: str, headers: dict[str, str]
+) -> None:
+    hosts = ("queues.example",)
+    async with client_of(service, token=None, read_token=None, hosts=hosts, peer=peer) as client:
+        for path in (*READABLE, *FILES, "/api/events"):
+            answer = await client.get(path, headers=headers)
+            assert answer.status_code == 403, f"{path}: {answer.text}"
+            assert "read_token=" in answer.json()["error"]["message"]
+        for path in PUBLIC:
+            assert (await client.get(path, headers=headers)).status_code == 200, path
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
+async def test_without_tokens_the_same_machine_may_read(service: QueueService, peer: str) -> None:
+    async with client_of(service, token=None, read_token=None, peer=peer) as client:
+        for path in (*READABLE, *FILES, *PUBLIC):
+            assert (await client.get(path)).status_code in (200, 405), path
 
 
 @pytest.mark.parametrize(
@@ -203,6 +289,10 @@ async def test_a_websocket_is_rejected(service: QueueService) -> None:
 def test_an_invalid_token_or_host_is_rejected() -> None:
     with pytest.raises(ConfigError, match="empty"):
         create_app(make_shop(), token="  ")
+    with pytest.raises(ConfigError, match="read_token is empty"):
+        create_app(make_shop(), read_token="")
+    with pytest.raises(ConfigError, match="equal"):
+        create_app(make_shop(), token="secret", read_token=" secret ")
     with pytest.raises(ConfigError, match="list of names"):
         create_app(make_shop(), hosts="queues.example")
     for token in ("schlüssel", "a\nb", "a\x00b"):

@@ -12,7 +12,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from qkit import BackendUnavailable, Channel, QueueService, consume
+from qkit import BackendUnavailable, Channel, Message, QueueService, consume
 from qkit._internal.ids import new_id
 from qkit.backend import QueueStats
 from qkit.message import Envelope
@@ -323,7 +323,9 @@ async def test_an_unexpected_request_body_is_rejected(
 
 
 async def test_a_token_can_be_checked(client: httpx.AsyncClient) -> None:
-    assert (await client.post("/api/token", headers=AUTHORIZED)).json() == {"valid": True}
+    answer = await client.post("/api/token", headers=AUTHORIZED)
+    assert answer.json() == {"valid": True, "access": "all"}
+    assert (await client.get("/api/token")).json() == {"valid": True, "access": "read"}
     wrong = {"Authorization": "Bearer wrong"}
     assert (await client.post("/api/token", headers=wrong)).status_code == 401
 
@@ -348,6 +350,10 @@ async def test_a_replay_for_an_unknown_queue_suggests_a_name(
         ("GET", "/api/queues/a%20b/messages", 422, "InvalidName"),
         ("GET", "/api/queues/orders/messages?limit=0", 422, "BadRequest"),
         ("GET", "/api/queues/orders/messages?limit=many", 422, "BadRequest"),
+        ("GET", f"/api/queues/orders/messages?limit={'9' * 5_000}", 422, "BadRequest"),
+        ("GET", f"/api/queues/orders/dead-letters?limit={'9' * 5_000}", 422, "BadRequest"),
+        ("GET", "/api/queues/orders/messages?limit=٣", 422, "BadRequest"),
+        ("GET", "/api/queues/orders/dead-letters?order=random", 422, "BadRequest"),
         ("GET", "/api/queues/orders/dead-letters?reasons=TTLExpired", 422, "BadRequest"),
         ("GET", "/api/queues/orders/dead-letters?reason=Expired", 422, "BadRequest"),
         ("GET", "/nowhere", 404, "NotFound"),
@@ -495,7 +501,9 @@ async def test_the_openapi_document_describes_every_operation(client: httpx.Asyn
     assert document["openapi"] == "3.1.0"
     assert set(document["paths"]["/api/queues/{name}/dead-letters"]) == {"get", "delete"}
     operations = [item for path in document["paths"].values() for item in path.items()]
-    assert all(("security" in item) is (method != "get") for method, item in operations)
+    for method, item in operations:
+        schemes = ["token", "readToken"] if method == "get" else ["token"]
+        assert item["security"] == [{scheme: []} for scheme in schemes]
     assert document["servers"] == [{"url": "/"}]
     deleting = document["paths"]["/api/queues/{name}/dead-letters"]["delete"]["parameters"]
     assert {item["name"] for item in deleting} == {
@@ -527,3 +535,78 @@ async def test_the_openapi_document_has_the_mount_path_and_parameter_types(
 
 async def test_the_asyncapi_document_is_served(client: httpx.AsyncClient) -> None:
     assert "orders" in (await client.get("/asyncapi.json")).json()["channels"]
+
+
+async def test_a_number_with_thousands_of_digits_is_rejected(client: httpx.AsyncClient) -> None:
+    digits = "9" * 5_000
+    for path, body in (
+        ("messages", f'{{"body": {digits}}}'),
+        ("messages", f'{{"body": 1, "priority": {digits}}}'),
+        ("dead-letters/replay", f'{{"limit": {digits}}}'),
+    ):
+        answer = await client.post(
+            f"/api/queues/orders/{path}",
+            content=body,
+            headers={**AUTHORIZED, "Content-Type": "application/json"},
+        )
+        assert answer.status_code == 422, answer.text
+
+
+async def test_dead_letters_are_listed_newest_first_on_request(
+    client: httpx.AsyncClient, service: QueueService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (-1, -2, -3):
+        await service.send("orders", number)
+        await wait_for_dead_letters(service, "orders", -number)
+
+    async def listed(**parameters: object) -> tuple[list[str], str]:
+        path = "/api/queues/orders/dead-letters"
+        answer = (await client.get(path, params={"limit": 2, **parameters})).json()  # type: ignore[dict-item]
+        return [item["body"]["content"] for item in answer["dead_letters"]], answer["order"]
+
+    assert await listed() == (["-1", "-2"], "oldest")
+    assert await listed(order="newest") == (["-3", "-2"], "newest")
+    assert await listed(order="newest", error="total -2") == (["-2"], "newest")
+    monkeypatch.setattr("qkit.web.api.MAX_SORTED", 3)  # there may be more
+    assert await listed(order="newest") == (["-1", "-2"], "oldest")
+
+
+async def test_a_peek_is_limited_by_size(
+    client: httpx.AsyncClient, service: QueueService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkit.web.api.MAX_PEEK_BYTES", 10_000)
+    read: list[int] = []
+    real = service.peek
+
+    async def counted(name: str, limit: int) -> list[Message]:
+        found = await real(name, limit)
+        read.append(sum(len(message.body) for message in found))
+        return found
+
+    monkeypatch.setattr(service, "peek", counted)
+    path = "/api/queues/{}/messages?limit=1000"
+    await service.send_many("small", list(range(300)))
+    answer = (await client.get(path.format("small"))).json()
+    assert (len(answer["messages"]), answer["truncated"]) == (300, False)
+    await service.send_many("large", ["x" * 998] * 100)  # 1,000 bytes each, with the quotes
+    read.clear()
+    answer = (await client.get(path.format("large"))).json()
+    assert (len(answer["messages"]), answer["truncated"]) == (10, True)
+    assert max(read) <= 25_000  # the first step; a second one would exceed the limit
+    await service.send("huge", "x" * 50_000)
+    answer = (await client.get(path.format("huge"))).json()
+    assert (len(answer["messages"]), answer["truncated"]) == (1, False)
+
+
+async def test_a_peek_that_affects_the_queue_needs_the_token_for_changes(
+    service: QueueService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.send("audit", 1)
+    monkeypatch.setattr(QueueService, "peek_affects_queue", True)
+    async with client_of(service) as client:
+        answer = await client.get("/api/queues/audit/messages")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "TokenRequired")
+        assert (await client.get("/api/queues/audit/messages", headers=AUTHORIZED)).is_success
+        assert (await client.get("/api/queues/audit/dead-letters")).is_success
+    async with client_of(service, token=None, read_token=None) as client:
+        assert (await client.get("/api/queues/audit/messages")).status_code == 403

@@ -18,7 +18,7 @@ from qkit.backend import QueueStats
 from qkit.web import serve
 from tests.support.browser import Watched, open_page
 from tests.support.faulty import FaultyBackend
-from tests.support.web import TOKEN, Orders, make_shop, wait_for_dead_letters
+from tests.support.web import READ_TOKEN, TOKEN, Orders, make_shop, wait_for_dead_letters
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -30,8 +30,10 @@ async def open_dashboard(
     service: QueueService, path: str = "", *, token: str | None = TOKEN, **options: int | bool
 ) -> AsyncIterator[Watched]:
     """Open the dashboard of a service; fail on errors in the browser console."""
-    async with serve(service, port=0, token=token) as address:
-        async with open_page(f"{address}{path}", **options) as watched:  # type: ignore[arg-type]
+    read_token = READ_TOKEN if token else None
+    async with serve(service, port=0, token=token, read_token=read_token) as address:
+        url = f"{address}{path}"
+        async with open_page(url, read_token=read_token, **options) as watched:  # type: ignore[arg-type]
             yield watched
         assert watched.console_errors == []
 
@@ -203,7 +205,7 @@ async def test_a_purge_covers_more_dead_letters_than_the_page_lists(
     await wait_for_dead_letters(service, "orders", 101)
     async with open_dashboard(service, "#/queues/orders/dead-letters") as watched:
         page = watched.page
-        await expect(page.get_by_text("Select the first 100 of 101")).to_be_visible()
+        await expect(page.get_by_text("Select the newest 100 of 101")).to_be_visible()
         await page.get_by_role("button", name="Purge all…").click()
         dialog = page.get_by_role("dialog")
         await expect(dialog).to_contain_text("all 101 dead letters")
@@ -234,8 +236,8 @@ async def test_a_message_is_sent_and_a_wrong_token_can_be_corrected(
     service: QueueService, orders: Orders
 ) -> None:
     # Chromium reports the 401 response to a wrong token in its console.
-    async with serve(service, port=0, token=TOKEN) as address:
-        async with open_page(f"{address}#/queues/orders") as watched:
+    async with serve(service, port=0, token=TOKEN, read_token=READ_TOKEN) as address:
+        async with open_page(f"{address}#/queues/orders", read_token=READ_TOKEN) as watched:
             page = watched.page
             await page.get_by_text("Send a message").click()
             await page.get_by_label("Body (JSON)").fill("7")
@@ -260,20 +262,69 @@ async def test_a_message_is_sent_and_a_wrong_token_can_be_corrected(
 
 
 async def test_the_unlock_button_accepts_only_a_valid_token(service: QueueService) -> None:
-    async with serve(service, port=0, token=TOKEN) as address, open_page(address) as watched:
+    async with (
+        serve(service, port=0, token=TOKEN, read_token=READ_TOKEN) as address,
+        open_page(address, read_token=READ_TOKEN) as watched,
+    ):
         page = watched.page
         await page.get_by_role("button", name="Unlock").click()
         await unlock(page, "wrong")
         alert = page.get_by_role("dialog").get_by_role("alert")
         await expect(alert).to_have_text("The token is invalid.")
-        assert await page.evaluate("sessionStorage.length") == 0
+        await unlock(page, READ_TOKEN)
+        await expect(alert).to_have_text("This token permits reading only.")
+        assert await page.evaluate("sessionStorage.getItem('qkit-token')") is None
         await unlock(page, f" {TOKEN} ")
         await expect(page.get_by_role("button", name="Lock", exact=True)).to_be_visible()
         # Store a token that is no longer valid.
-        await page.evaluate("sessionStorage.setItem(sessionStorage.key(0), 'old')")
+        await page.evaluate("sessionStorage.setItem('qkit-token', 'old')")
         await page.goto(f"{address}#/queues/orders")
         await page.get_by_role("button", name="Pause").click()
-        await expect(alert).to_have_text("The token is no longer valid.")
+        await expect(page.get_by_role("dialog", name="Unlock changes")).to_be_visible()
+
+
+async def test_the_dashboard_asks_for_a_token_and_works_with_the_read_token(
+    service: QueueService,
+) -> None:
+    for number in (-1, -2, -3):
+        await service.send("orders", number)
+        await wait_for_dead_letters(service, "orders", -number)
+    await service.send("archive", "only for readers")
+    async with (
+        serve(service, port=0, token=TOKEN, read_token=READ_TOKEN) as address,
+        open_page(address) as watched,
+    ):
+        page = watched.page
+        dialog = page.get_by_role("dialog", name="Sign in")
+        await expect(dialog).to_be_visible()
+        await expect(page.locator("#service-state")).to_contain_text("signed out")
+        await page.get_by_label("Token").fill("wrong")
+        await dialog.get_by_role("button", name="Sign in").click()
+        await expect(dialog.get_by_role("alert")).to_have_text("The token is invalid.")
+        await page.keyboard.press("Escape")  # without a token there is nothing to show
+        await expect(dialog).to_be_visible()
+        await page.get_by_label("Token").fill(READ_TOKEN)
+        await dialog.get_by_role("button", name="Sign in").click()
+        await expect(page.get_by_role("row", name="orders")).to_contain_text("consuming")
+        await page.goto(f"{address}#/queues/archive")
+        await expect(page.locator(".item .preview")).to_contain_text("only for readers")
+        await page.goto(f"{address}#/queues/orders/dead-letters")
+        await expect(page.locator(".item")).to_have_count(3)
+        await expect(page.locator(".item").first).to_contain_text("total -3")  # newest first
+        async with page.context.expect_page() as opened:
+            await page.get_by_role("link", name="health").click()
+        health = await opened.value
+        await expect(health.locator("body")).to_contain_text('"status":"healthy"')
+        await page.bring_to_front()
+        await page.get_by_role("button", name="Replay all").click()
+        await unlock(page)
+        await expect(page.locator(".toast")).to_contain_text("3 dead letters replayed")
+        await page.get_by_role("button", name="Lock", exact=True).click()
+        await expect(page.get_by_role("button", name="Unlock")).to_be_visible()
+        await page.goto(f"{address}#/")
+        await expect(page.get_by_role("row", name="archive")).to_be_visible()
+        unexpected = [text for text in watched.console_errors if "401" not in text]
+        assert unexpected == []
 
 
 async def test_without_a_token_the_dashboard_is_read_only(service: QueueService) -> None:
@@ -390,7 +441,7 @@ async def test_the_keyboard_focus_survives_a_replay_and_a_purge(
         await unlock(page)
         await expect(summaries).to_have_count(2)
         await expect(summaries.nth(1)).to_be_focused()  # the next dead letter
-        await expect(summaries.nth(1)).to_contain_text("total -3")
+        await expect(summaries.nth(1)).to_contain_text("total -1")
         await page.keyboard.press("Enter")
         await page.get_by_role("button", name="Purge this one…").press("Enter")
         await page.get_by_role("dialog").get_by_role("button", name="Purge").press("Enter")

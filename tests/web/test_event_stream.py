@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
+from contextlib import AsyncExitStack
 
 import httpx
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from qkit import QueueService
 from qkit.web import serve
 from qkit.web.access_control import SECURITY_HEADERS
+from qkit.web.event_stream import MAX_STREAMS
 from tests.support.web import Orders
 
 
@@ -69,3 +73,21 @@ async def test_a_closed_stream_no_longer_counts_towards_the_limit(
                         await stream.aread()
                 else:
                     raise AssertionError("the closed stream still counts towards the limit")
+
+
+async def test_the_limit_holds_for_streams_that_are_opened_at_the_same_time(
+    service: QueueService,
+) -> None:
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        serve(service, port=0) as address,
+        httpx.AsyncClient(timeout=60, limits=limits) as client,
+        AsyncExitStack() as stack,
+    ):
+        streams = await asyncio.gather(
+            *(
+                stack.enter_async_context(client.stream("GET", f"{address}api/events"))
+                for _ in range(MAX_STREAMS + 8)
+            )
+        )
+        assert Counter(stream.status_code for stream in streams) == {200: MAX_STREAMS, 503: 8}

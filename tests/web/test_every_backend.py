@@ -53,7 +53,10 @@ async def test_figures_dead_letters_replay_and_pause_work_on_every_backend(
             f'qkit_messages_failed_total{{channel="{name}"}} 1.0'
             in (await client.get("/metrics")).text
         )
-        peeked = await client.get(f"{path}/messages")
+        affected = settings.type == "rabbitmq"
+        assert service.peek_affects_queue is affected
+        assert (await client.get(f"{path}/messages")).status_code == 403 or not affected
+        peeked = await client.get(f"{path}/messages", headers=AUTHORIZED)
         assert peeked.status_code == (200 if service.capabilities.peek else 501), peeked.text
         (letter,) = (await client.get(f"{path}/dead-letters")).json()["dead_letters"]
         assert (letter["reason"], letter["error"]) == ("ExplicitNack", "negative total")

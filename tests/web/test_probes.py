@@ -61,9 +61,11 @@ class Worker:
 
 
 @contextmanager
-def worker() -> Iterator[Worker]:
+def worker(*, descriptors: int | None = None) -> Iterator[Worker]:
+    """Start a worker, with a limit of file descriptors if one is given."""
+    limit = [] if descriptors is None else ["prlimit", f"--nofile={descriptors}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.web_worker"],
+        [*limit, sys.executable, "-m", "tests.support.web_worker"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

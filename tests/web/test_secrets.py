@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import traceback
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from qkit import QueueError, QueueService, Settings
+from qkit import ConfigError, QueueError, QueueService, Settings
+from qkit.asyncapi import document
+from qkit.cli.app import app
+from qkit.settings.rules import mask_url
+from qkit.spark.options import parse_options
 from qkit.web import create_app
 from tests.support.faulty import FaultyBackend
 from tests.support.web import Orders, client_of
@@ -67,6 +73,73 @@ async def test_a_wrong_password_is_not_shown(
         await service.start()
     trace = "".join(traceback.format_exception(caught.value))
     assert CANARY not in await all_output(service) + trace + caplog.text
+
+
+def url_forms(port: int) -> dict[str, str]:
+    """Return URLs with a secret in every place where one may be."""
+    host = f"127.0.0.1:{port}"
+    return {
+        "user only": f"redis://{CANARY}@{host}/0",
+        "password only": f"redis://:{CANARY}@{host}/0",
+        "user and password": f"redis://user:{CANARY}@{host}/0",
+        "encoded": f"redis://user:%40{CANARY}@{host}/0",
+        "query": f"redis://{host}/0?password={CANARY}",
+        "two parameters": f"redis://{host}/0?username=user&password={CANARY}",
+        "fragment": f"redis://{host}/0#{CANARY}",
+    }
+
+
+MORE_FORMS = [
+    f"amqp://{CANARY}@host-1:5672/shop",
+    f"amqp://user:{CANARY}@host-1:5672/shop?heartbeat={CANARY}",
+    f"amqp://user:{CANARY}@host-1:5672,user:{CANARY}@host-2:5672/shop",
+    f"amqp://user:{CANARY}@host-1:5672,host-2:5672/shop",
+    f"user:{CANARY}@host-1:9092,host-2:9092",
+    f"redis://user:a?{CANARY}@host-1/0",
+    f"redis://user:a#{CANARY}@host-1/0",
+    f"redis://user:a/{CANARY}@host-1/0",
+    f"redis://{CANARY}@{CANARY}:b@host-1/0",
+    f"redis://host-1/0?{CANARY}",
+    f"redis://host-1/0?a=1;password={CANARY}",
+    f"redis://host-1/0?password=a@{CANARY}",
+]
+
+
+@pytest.mark.parametrize("url", [*url_forms(6379).values(), *MORE_FORMS])
+def test_every_form_of_a_url_is_masked(url: str) -> None:
+    assert CANARY not in mask_url(url)
+
+
+@pytest.mark.parametrize("form", url_forms(0))
+async def test_no_form_of_a_url_leaks_its_secret(
+    form: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    url = url_forms(closed_port())[form]
+    settings = Settings(type="redis", mode="list", url=url, send_timeout=1)
+    service = QueueService(settings)
+    service.register(Orders())
+    with pytest.raises(QueueError) as caught:
+        await service.start()
+    trace = "".join(traceback.format_exception(caught.value))
+    texts = [await all_output(service), trace, caplog.text, settings.model_dump_json()]
+    texts += [str(settings), repr(settings.model_dump()), json.dumps(document(service))]
+    options = {"channel": "orders", "type": "redis", "mode": "list", "url": url}
+    texts.append(repr(parse_options(options)))
+    with pytest.raises(ConfigError) as rejected:
+        parse_options({**options, "limit": "0"})
+    texts += traceback.format_exception(rejected.value)
+    assert CANARY not in "\n".join(texts)
+
+    for name, value in (("TYPE", "redis"), ("MODE", "list"), ("URL", url)):
+        monkeypatch.setenv(f"QKIT_{name}", value)
+    for words in (["config", "show"], ["config", "show", "--all", "--json"], ["config", "check"]):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0
+        assert CANARY not in result.output
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from qkit._internal.channel_errors import ChannelErrors
 from qkit._internal.names import check_name
 from qkit.admin.dead_letters import DeadLetters
-from qkit.backend import Admin, QueueStats, UnheardReporting
+from qkit.backend import Admin, PeekReporting, QueueStats, UnheardReporting
 from qkit.errors import PartialSend, QueueError, Unsupported
 from qkit.message import GROUP, Envelope, Message, Sent
 from qkit.sending.producer import Producer
@@ -68,6 +68,11 @@ class QueueAdmin:
             )
             for item in found
         ]
+
+    @property
+    def peek_affects_queue(self) -> bool:
+        """Whether ``peek`` affects the queue that it reads; see ``PeekReporting``."""
+        return isinstance(self._backend, PeekReporting) and self._backend.peek_affects_queue
 
     async def purge(self, name: str) -> int:
         """Delete the messages that are not in flight; return the number deleted."""

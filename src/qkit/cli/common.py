@@ -19,7 +19,7 @@ from qkit._internal.clock import SystemClock
 from qkit._internal.logging import logger
 from qkit.backend import Backend
 from qkit.backends.factory import open_backend
-from qkit.cli.terminal import err, print_json, print_note, safe
+from qkit.cli.terminal import err, print_json, print_note, safe, safe_line
 from qkit.errors import ConfigError, QueueError
 from qkit.native.bulk_import import wait_for_import
 from qkit.service import QueueService
@@ -89,7 +89,9 @@ def _fail(error: Exception, code: int, error_format: ErrorFormat) -> typer.Exit:
     elif error_format == "json":
         print_json({"error": {"type": type(error).__name__, "message": str(error)}})
     else:
-        text = safe(str(error) or type(error).__name__)
+        # A configuration error lists one problem per line; others may quote ids and names.
+        escape = safe if isinstance(error, ConfigError) else safe_line
+        text = escape(str(error) or type(error).__name__)
         err.print(Text("error: ", style="bold red").append(text, style="default not bold"))
     return typer.Exit(code)
 
@@ -187,4 +189,4 @@ def confirm(question: str, yes: bool) -> bool:
         return True
     if not sys.stdin.isatty():
         raise ConfigError(f"{question} Cannot ask without a terminal: confirm with --yes")
-    return typer.confirm(question, err=True)
+    return typer.confirm(safe_line(question), err=True)

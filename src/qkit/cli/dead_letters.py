@@ -30,6 +30,7 @@ from qkit.cli.terminal import (
     print_json,
     print_note,
     safe,
+    safe_line,
     table,
 )
 from qkit.errors import ConfigError, MessageNotFound
@@ -202,7 +203,7 @@ def _count_all(config: Path | None, as_json: bool) -> None:
 def _print_list(letters: list[DeadLetter]) -> None:
     for letter in letters:
         facts = [
-            Text(safe(letter.reason), style="red"),
+            Text(safe_line(letter.reason), style="red"),
             Text(count(letter.attempts, "attempt"), style="dim"),
             Text(ago(letter.last_failed_at), style="dim"),
         ]
@@ -247,9 +248,9 @@ def show(
     }
     for name, value in facts.items():
         if value not in (None, ""):
-            out.print(Text(f"{name:>13}  ", style="dim").append(safe(value), style="default"))
+            out.print(Text(f"{name:>13}  ", style="dim").append(safe_line(value), style="default"))
     for name, text in view.headers.items():
-        out.print(Text(f"{'header':>13}  ", style="dim").append(safe(f"{name}: {text}")))
+        out.print(Text(f"{'header':>13}  ", style="dim").append(safe_line(f"{name}: {text}")))
     out.print()
     if view.body.format == "json":
         out.print_json(view.body.content)

@@ -18,7 +18,7 @@ from qkit.backends.capability_matrix import COLUMNS, MATRIX
 from qkit.backends.factory import open_backend
 from qkit.cli.common import AsJson, Config, command, find_settings, run, service, use_config
 from qkit.cli.target import load
-from qkit.cli.terminal import count, out, print_json, print_note, safe, table
+from qkit.cli.terminal import count, out, print_json, print_note, safe_line, table
 from qkit.errors import ConfigError
 from qkit.observability.health import Health
 from qkit.settings.model import Settings
@@ -64,7 +64,7 @@ def health(
         for name in ("connection_state", "breaker", "durable", "reason", "last_error"):
             if facts.get(name) is not None:
                 shown = name.replace("_", " ")
-                out.print(Text(f"{shown:>17}  ", style="dim").append(safe(facts[name])))
+                out.print(Text(f"{shown:>17}  ", style="dim").append(safe_line(facts[name])))
     if not ready:
         raise typer.Exit(1)
 

@@ -37,7 +37,7 @@ from qkit.cli.terminal import (
     print_json,
     print_json_line,
     print_note,
-    safe,
+    safe_line,
 )
 from qkit.consuming.raw_subscription import RawSubscription, subscribe_raw
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueNotFound, Unsupported
@@ -146,7 +146,7 @@ def _report_sent(queue: str, ids: list[str], unheard: int, as_json: bool) -> Non
         summary: dict[str, object] = {"sent": len(ids), "message_ids": ids}
         print_json({**summary, "unheard": unheard} if unheard else summary)
     elif len(ids) == 1:
-        out.print(Text(ids[0]))
+        out.print(Text(safe_line(ids[0])))
     else:
         print_note(f"{count(len(ids), 'message')} sent to {queue}.", "green")
     if unheard:
@@ -404,10 +404,10 @@ class _Observer:
 def _show(envelope: Envelope) -> None:
     body = body_text(body_view(envelope.body, envelope.headers))
     line = Text()
-    line.append(envelope.id, style="dim")
+    line.append(safe_line(envelope.id), style="dim")
     if envelope.attempt > 1:
         line.append(f"  attempt {envelope.attempt}", style="yellow")
-    line.append(f"  {safe(body)}")
+    line.append(f"  {safe_line(body)}")
     out.print(line, soft_wrap=True)
 
 

@@ -43,6 +43,7 @@ def load(target: str) -> AnyService:
             raise ConfigError(f"{path} has no {name!r}; {hint}")
         found = getattr(found, part)
     if not isinstance(found, AnyService) and callable(found):
+        _require_no_arguments(found, path, target, module)
         try:
             found = found()
         except Exception as error:
@@ -59,6 +60,29 @@ def load(target: str) -> AnyService:
             f"arguments that returns one, got {type(found).__name__}"
         )
     return found
+
+
+def _require_no_arguments(found: object, path: str, target: str, module: ModuleType) -> None:
+    """Raise ``ConfigError`` for an object that cannot be a function that returns a service."""
+    kind = type(found)
+    services = [key for key, value in vars(module).items() if isinstance(value, AnyService)]
+    hint = f"pass {path}:{services[0]}" if services else "pass the QueueService of the application"
+    if hasattr(found, "routes") or hasattr(found, "router"):  # FastAPI, Starlette
+        raise ConfigError(
+            f"{target} is an ASGI application ({kind.__name__}), not a service: run it with an "
+            f"ASGI server such as uvicorn, or {hint} to run its handlers without the application"
+        )
+    if not inspect.isroutine(found) and not inspect.isclass(found):
+        return
+    try:
+        inspect.signature(found).bind()
+    except ValueError:
+        return  # a built-in function without a signature
+    except TypeError as error:
+        raise ConfigError(
+            f"{target} cannot be called without arguments ({error}): name a QueueService, or a "
+            f"function without arguments that returns one; {hint}"
+        ) from None
 
 
 def _module(path: str, target: str) -> ModuleType:

@@ -6,17 +6,18 @@ Control characters in messages are escaped, because they could take control of t
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from qkit._internal.text import escape_control
 from qkit.admin.views import BodyView
 
 __all__ = [
@@ -32,28 +33,46 @@ __all__ = [
     "print_json_line",
     "print_note",
     "safe",
+    "safe_line",
     "table",
 ]
 
 MAX_SPACED_COLUMNS = 8  # a table with more columns has smaller gaps
 WIDE_TERMINAL = 100
 
-out: Console = Console(highlight=False, soft_wrap=False)
-err: Console = Console(stderr=True, highlight=False)
 
-# Control characters except newline, characters that change the text direction, and surrogates.
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+class SafeConsole(Console):
+    """Console that escapes control characters in everything it prints, except its own codes."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render an object; escape the text of its segments."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else safe(segment.text)
+            yield segment if text == segment.text else Segment(text, segment.style)
+
+
+out: Console = SafeConsole(highlight=False, soft_wrap=False)
+err: Console = SafeConsole(stderr=True, highlight=False)
 
 
 def safe(text: object) -> str:
-    """Escape control characters, direction marks and surrogates.
+    """Escape control characters except newline and tab, direction marks and surrogates.
 
     >>> safe("\\x1b[2Jgone")
     '\\\\x1b[2Jgone'
     """
-    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
+    return escape_control(str(text), lines=True)
+
+
+def safe_line(text: object) -> str:
+    """Escape all control characters, for text that must stay on one line.
+
+    >>> safe_line("7\\n8")
+    '7\\\\n8'
+    """
+    return escape_control(str(text))
 
 
 def print_note(text: str, style: str = "") -> None:
@@ -100,8 +119,16 @@ def table(
             overflow="fold",
         )
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(safe(cell)) for cell in row))
+        made.add_row(*map(_cell, row))
     return made
+
+
+def _cell(cell: str | Text) -> Text:
+    """Return a cell on one line. A cell with control characters loses its inner styles."""
+    if isinstance(cell, str):
+        return Text(safe_line(cell))
+    text = safe_line(cell.plain)
+    return cell if text == cell.plain else Text(text, style=cell.style)
 
 
 def _title(column: str, *, wrap: bool) -> str:
@@ -111,10 +138,10 @@ def _title(column: str, *, wrap: bool) -> str:
 
 def block(id: str, facts: Iterable[str | Text], text: str) -> Text:
     """Format an entry: id and facts on one line, with the text indented below."""
-    entry = Text(id, style="bold")
+    entry = Text(safe_line(id), style="bold")
     for fact in facts:
         entry.append("  ")
-        entry.append_text(fact if isinstance(fact, Text) else Text(safe(fact), style="dim"))
+        entry.append_text(fact if isinstance(fact, Text) else Text(safe_line(fact), style="dim"))
     for line in safe(text).splitlines() or [""]:
         entry.append(f"\n  {line}", style="default not bold")
     return entry

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from qkit._internal.logging import JsonFormatter
+from qkit._internal.logging import JsonFormatter, escape_record
 from qkit.cli import common
 from qkit.cli.common import AsJson, Config, command
 from qkit.cli.supervisor import Supervisor
@@ -39,8 +39,12 @@ Token = Annotated[
     str | None,
     typer.Option(
         envvar="QKIT_TOKEN",
-        help="Token required for changes; if omitted, the dashboard is read-only.",
+        help="Token that permits reading and changes; if omitted, changes are rejected.",
     ),
+]
+ReadToken = Annotated[
+    str | None,
+    typer.Option(envvar="QKIT_READ_TOKEN", help="Token that permits reading only."),
 ]
 Hosts = Annotated[
     list[str] | None,
@@ -62,15 +66,37 @@ LogLevel = Annotated[str, typer.Option(help="Log level: debug, info, warning or 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebOptions:
-    """Address, token and host names of the web app, which is served only if a port is given."""
+    """Address, tokens and host names of the web app, which is served only if a port is given.
+
+    Raises:
+        ConfigError: Other machines can reach the address, and there is no token.
+    """
 
     port: int | None
     host: str
     token: str | None
+    read_token: str | None = None
     hosts: list[str]
 
+    def __post_init__(self) -> None:
+        if self.port is None or self.token or self.read_token or _is_loopback(self.host):
+            return
+        raise ConfigError(
+            f"other machines can reach --host {self.host}, so the dashboard needs a token: set "
+            "QKIT_TOKEN (permits everything) or QKIT_READ_TOKEN (permits reading only), or "
+            "use --host 127.0.0.1"
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that pass the tokens to a worker.
+
+        Tokens are not passed as options, because every local user can read a command line.
+        """
+        tokens = {"QKIT_TOKEN": self.token, "QKIT_READ_TOKEN": self.read_token}
+        return {name: token for name, token in tokens.items() if token}
+
     def of_worker(self, number: int) -> list[str]:
-        """Return the command-line options of worker ``number``, without the token."""
+        """Return the command-line options of worker ``number``, without the tokens."""
         if self.port is None:
             return []
         port = self.port + number if self.port else 0
@@ -91,6 +117,7 @@ def run(
     host: Host = "127.0.0.1",
     allow_host: Hosts = None,
     token: Token = None,
+    read_token: ReadToken = None,
     log_json: LogJson = False,
     log_level: LogLevel = "info",
     config: Config = None,
@@ -109,7 +136,9 @@ def run(
     log_json = log_json or as_json
     set_up_logs(log_json, log_level)
     common.use_config(config)
-    web_options = WebOptions(port=port, host=host, token=token, hosts=allow_host or [])
+    web_options = WebOptions(
+        port=port, host=host, token=token, read_token=read_token, hosts=allow_host or []
+    )
     if workers > 1:
         sys.exit(_supervise(target, workers, web_options, log_json, log_level))
     common.run(_work(load(target), web_options, parent_pipe, log_json=log_json, as_json=as_json))
@@ -129,8 +158,7 @@ def _supervise(
         words = [sys.executable, "-m", "qkit.cli", "run", target, "--log-level", log_level]
         words += ["--log-json"] if log_json else []
         commands.append([*words, *web_options.of_worker(number)])
-    # The token is passed in the environment, because every local user can read a command line.
-    environment = os.environ | ({"QKIT_TOKEN": web_options.token} if web_options.token else {})
+    environment = os.environ | web_options.environment()
     return asyncio.run(Supervisor(commands, environment, drain_timeout=timeout + 10).run())
 
 
@@ -173,6 +201,7 @@ async def _served(
         host=web_options.host,
         port=web_options.port,
         token=web_options.token,
+        read_token=web_options.read_token,
         hosts=web_options.hosts,
     ) as address:
         if as_json:
@@ -180,6 +209,12 @@ async def _served(
         elif not log_json:  # the log has the address, and all output must be JSON
             print_note(f"Serving on {address}")
         yield
+
+
+def _is_loopback(host: str) -> bool:
+    from qkit.web.access_control import is_loopback  # needs the extra ``web``
+
+    return is_loopback(host)
 
 
 def _stop_with_parent(parent_pipe: int, service: QueueService) -> None:
@@ -202,11 +237,14 @@ def web(
     host: Host = "127.0.0.1",
     allow_host: Hosts = None,
     token: Token = None,
+    read_token: ReadToken = None,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve the dashboard without consuming messages."""
-    web_options = WebOptions(port=port, host=host, token=token, hosts=allow_host or [])
+    web_options = WebOptions(
+        port=port, host=host, token=token, read_token=read_token, hosts=allow_host or []
+    )
 
     async def main() -> None:
         async with common.service(config) as service:
@@ -220,7 +258,8 @@ class SafeFormatter(logging.Formatter):
     """Text formatter that escapes control characters, which errors may quote from messages."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the record and escape its control characters."""
+        """Format the record and escape its control characters; indent its traceback."""
+        escape_record(record)
         return safe(super().format(record))
 
 

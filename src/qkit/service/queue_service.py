@@ -721,6 +721,17 @@ class QueueService:
         return self._backend.capabilities
 
     @property
+    def peek_affects_queue(self) -> bool:
+        """Whether ``peek`` affects the queue, because it receives messages and returns them.
+
+        Example:
+            >>> from qkit import QueueService, Settings
+            >>> QueueService(Settings(type="native")).peek_affects_queue
+            False
+        """
+        return self._admin.peek_affects_queue
+
+    @property
     def ready(self) -> bool:
         """Whether the service is running and connected, and all its consumers work.
 

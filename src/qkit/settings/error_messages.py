@@ -27,10 +27,10 @@ DEFAULTS = {
     "suffix": "'.dlq', on native '_dlq'",
 }
 
-# QKIT_* variables that are not settings: QKIT_CONFIG, QKIT_TOKEN, variables of the tests, and those
+# QKIT_* variables that are not settings: QKIT_CONFIG, the tokens, variables of the tests, and those
 # that Kubernetes or Docker links set for a service named "qkit".
 _NOT_SETTINGS = re.compile(
-    r"QKIT_(TEST_.*|CONFIG|TOKEN|SERVICE_(HOST|PORT)(_.*)?|PORT(_\d+_(TCP|UDP)(_.*)?)?)"
+    r"QKIT_(TEST_.*|CONFIG|(READ_)?TOKEN|SERVICE_(HOST|PORT)(_.*)?|PORT(_\d+_(TCP|UDP)(_.*)?)?)"
 )
 
 

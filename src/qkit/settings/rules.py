@@ -172,8 +172,7 @@ def _check_management(url: object) -> list[Problem]:
 
 def _check_native(values: Values, given: set[str]) -> list[Problem]:
     problems: list[Problem] = []
-    replicas = str(values.get("replicas", 1))
-    if replicas.isdecimal() and int(replicas) > 1:
+    if _several(values.get("replicas", 1)):
         text = "native stores one copy; use 1, or a broker that replicates (rabbitmq, kafka, redis)"
         problems.append((("replicas",), text))
     path = values.get("path")
@@ -208,8 +207,7 @@ def _check_redis(values: Values, given: set[str]) -> list[Problem]:
     if "ack_deadline" in given and not has_leases:
         text = "leases need mode='list' and reliable=true; set those, or remove it"
         problems.append((("ack_deadline",), text))
-    replicas = str(values.get("replicas", 1))
-    if replicas.isdecimal() and int(replicas) > 1 and not stores_messages:
+    if _several(values.get("replicas", 1)) and not stores_messages:
         text = "pub/sub stores no messages to replicate; use 1, or mode='list'"
         problems.append((("replicas",), text))
     return problems
@@ -238,6 +236,10 @@ def _check_tls(kind: str, values: Values, given: set[str]) -> list[Problem]:
     return problems
 
 
+def _several(replicas: object) -> bool:
+    return re.fullmatch("0*([2-9]|[1-9][0-9]+)", str(replicas)) is not None
+
+
 def _scheme(url: str) -> str:
     head, colon, _ = url.partition("://")
     return head.lower() if colon else ""
@@ -250,27 +252,38 @@ def url_text(values: Values) -> str:
 
 
 def mask_url(url: str) -> str:
-    """Replace the password and the values of query parameters in a URL with ``***``.
+    """Replace credentials, the values of query parameters and the fragment with ``***``.
 
     Everything before the last ``@`` counts as credentials, so that a password with unescaped
-    characters is hidden too. This may hide too much, but it never shows part of the password.
+    characters is hidden too. A user name is shown only if a password follows it: in
+    ``redis://secret@host`` it may be the password. This may hide too much, but it never shows part
+    of a password.
 
     >>> mask_url("amqp://guest:pa@ss@host:5672/shop?heartbeat=5")
     'amqp://guest:***@host:5672/shop?heartbeat=***'
+    >>> mask_url("redis://secret@host:6379/0")
+    'redis://***@host:6379/0'
     """
     head, colon, rest = url.partition("://")
     if not colon:
         head, rest = "", url
     start, mark, _ = rest.partition("?")
+    tail = ""
     if mark and "@" not in start:  # an @ in the query is part of a parameter
+        if "@" in rest and not _HOSTS.fullmatch(start):
+            return f"{head}{colon}***"  # or the password contains an unescaped question mark
         rest, tail = start, rest[len(start) :]
-    else:
-        tail = ""
     credentials, at, place = rest.rpartition("@")
     place += tail
     user, separator, _ = credentials.partition(":")
-    hidden = f"{user}:***" if separator else user
+    hidden = f"{user}:***" if separator and "@" not in user else "***" if at else ""
+    place, fragment_mark, _ = place.partition("#")
     place, _, query = place.partition("?")
-    names = [part.partition("=")[0] for part in query.split("&") if part]
-    shown = "?" + "&".join(f"{name}=***" for name in names) if names else ""
-    return f"{head}{colon}{hidden}{at}{place}{shown}"
+    pairs = [part.partition("=") for part in re.split("[&;]", query) if part]
+    shown = "&".join(f"{name}=***" if equals else "***" for name, equals, _ in pairs)
+    fragment = "#***" if fragment_mark else ""
+    return f"{head}{colon}{hidden}{at}{place}{'?' if shown else ''}{shown}{fragment}"
+
+
+# Hosts with ports, separated by commas, and a path.
+_HOSTS = re.compile(r"((\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9._-]*)(:[0-9]+)?,?)*(/[^?#@]*)?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,8 +204,8 @@ def _count(own: Mapping[str, str], name: str) -> int | None:
     value = own.get(name)
     if value is None:
         return None
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"option {name!r} is {value!r}: expected an integer of at least 1")
+    if not re.fullmatch("[0-9]{1,18}", value) or int(value) < 1:
+        raise ConfigError(f"option {name!r} is {value[:40]!r}: expected an integer of at least 1")
     return int(value)
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast, overload
 
 from qkit._internal.coroutines import returns_coroutine
+from qkit._internal.ids import new_id
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.factory import queue_defaults
 from qkit.errors import QueueNotFound
 from qkit.handlers.channel import Channel
 from qkit.handlers.registry import Handler
-from qkit.message import DeadLetter, Message, Sent
+from qkit.message import DeadLetter, Envelope, Message, Sent
 from qkit.native import Engine
 from qkit.observability.metrics import Metrics
 from qkit.sending.envelope_builder import SendOptions
@@ -90,13 +91,14 @@ class TestService:
         self._owns_clock = clock is None  # the caller enters and exits a clock that it passes
         self._calls: dict[object, list[Handled]] = {}
         self._engine = Engine(clock=self.clock, defaults=queue_defaults(service.settings))
+        self._backend = NativeBackend(engine=self._engine)
 
     async def __aenter__(self) -> Self:
         """Enter the clock and start the service."""
         if self._owns_clock:
             self.clock.__enter__()
         try:
-            backend = NativeBackend(engine=self._engine)
+            backend = self._backend
             column = self.service.settings.backend_key
             if column in MATRIX:
                 backend.capabilities = MATRIX[column]
@@ -241,6 +243,45 @@ class TestService:
             2
         """
         return self.service.send_many(cast("str", channel), bodies, **options)
+
+    async def inject(
+        self, channel: Channel[T] | str, body: bytes, *, headers: Mapping[str, str] | None = None
+    ) -> str:
+        """Put a message into a channel as another program would, without encoding or checks.
+
+        Use it to test how your handlers treat foreign, malformed or compressed bodies.
+
+        Args:
+            channel: The queue or topic, as a ``Channel`` or by name.
+            body: The body, exactly as it is stored.
+            headers: The headers, including ``content-type`` if the message has one. Default: none.
+
+        Returns:
+            The id of the message.
+
+        Raises:
+            QueueNotFound: The service has neither declared the channel nor sent to it.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings, consume
+            >>> from qkit.testing import TestService
+            >>> @consume("orders")
+            ... async def place(order: dict) -> None: ...
+            >>> service = QueueService(Settings(type="native"))
+            >>> service.register(place)
+            >>> async def main() -> None:
+            ...     async with TestService(service) as t:
+            ...         await t.inject("orders", b"{not JSON")
+            ...         await t.drain()
+            ...         print(t.dead_letters("orders")[0].reason)
+            >>> asyncio.run(main())
+            Undecodable
+        """
+        name = channel.name if isinstance(channel, Channel) else channel
+        envelope = Envelope(new_id(), body, dict(headers or {}))
+        await self._backend.publish(self.service.settings.broker_name(name), [envelope])
+        return envelope.id
 
     async def settle(self) -> None:
         """Run the handlers of all messages that are due now, without advancing time.
@@ -398,7 +439,7 @@ class TestService:
         settings = self.service.settings
         queue = settings.broker_name(settings.dead_letter_name(channel))
         try:
-            found = self._engine.queue(queue, "peek").peek(PEEK_LIMIT)
+            found = self._engine.queue(queue, "peek").peek_in_memory(PEEK_LIMIT)
         except QueueNotFound:
             return []
         return [replace(DeadLetter.from_envelope(item), channel=channel) for item in found]

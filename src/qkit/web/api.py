@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import isfinite
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from starlette.exceptions import HTTPException
@@ -16,11 +18,13 @@ from starlette.responses import Response
 from qkit._internal.validation import describe_errors
 from qkit.admin.dead_letters import MAX_LISTED, DeadLetters
 from qkit.admin.views import DeadLetterView, MessageView
+from qkit.backend import Support
 from qkit.errors import QueueError, QueueNotFound
-from qkit.message import Reason
+from qkit.message import Message, Reason
 from qkit.queue_lookup import require_queue
 from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
+from qkit.web.access_control import ACCESS
 from qkit.web.responses import json_response
 from qkit.web.sampler import Sampler
 from qkit.web.schemas import (
@@ -48,6 +52,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 1_000
+FIRST_PEEK = 25  # messages
+MAX_PEEK_BYTES = 8 << 20  # bodies of the messages in one response
+MAX_SORTED = 10_000  # dead letters that are read to find the newest
+MAX_SORTED_EMULATED = 1_000  # the same where the backend has to receive them
 REQUEST_OVERHEAD_BYTES = 65_536  # allowed in a request besides the message body
 
 
@@ -89,6 +97,10 @@ class Parameter:
 LIMIT = Parameter(
     "Maximum number of results.",
     {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+)
+ORDER = Parameter(
+    "Which dead letters are listed first. If there are too many to sort, the oldest are.",
+    {"type": "string", "enum": ["oldest", "newest"], "default": "oldest"},
 )
 FILTERS = {
     "reason": Parameter(
@@ -145,8 +157,12 @@ class Api:
                 summary="Return the state of the service and its queues.",
             ),
             Endpoint(
-                method="POST", path="/api/token", handle=self.token, returns=TokenCheck,
-                summary="Check the token; the response is 401 if it is invalid.",
+                method="GET", path="/api/token", handle=self.token, returns=TokenCheck,
+                summary="Return what the token permits; the response is 401 if it is invalid.",
+            ),
+            Endpoint(
+                method="POST", path="/api/token", handle=self.write_token, returns=TokenCheck,
+                summary="Check that the token permits changes; the response is 401 or 403 if not.",
             ),
             Endpoint(
                 method="GET", path="/api/queues", handle=self.queues, returns=list[QueueView],
@@ -175,7 +191,8 @@ class Api:
             ),
             Endpoint(
                 method="GET", path=dead_letters, handle=self.dead_letters, returns=DeadLetterList,
-                summary="Return dead letters, oldest first.", query={"limit": LIMIT, **FILTERS},
+                summary="Return dead letters, oldest first or newest first.",
+                query={"limit": LIMIT, "order": ORDER, **FILTERS},
             ),
             Endpoint(
                 method="POST", path=f"{dead_letters}/replay", handle=self.replay,
@@ -193,7 +210,10 @@ class Api:
         return json_response(await self._sampler.sample())
 
     async def token(self, request: Request) -> Response:
-        return json_response(TokenCheck(valid=True))  # AccessControl rejects invalid tokens
+        return json_response(TokenCheck(valid=True, access=_access(request)))
+
+    async def write_token(self, request: Request) -> Response:
+        return json_response(TokenCheck(valid=True, access="all"))  # checked by AccessControl
 
     async def queues(self, request: Request) -> Response:
         return json_response((await self._sampler.sample()).queues, shape=list[QueueView])
@@ -206,8 +226,33 @@ class Api:
         raise QueueNotFound(f"no queue {name!r}", operation="stats", queue=name)
 
     async def peek(self, request: Request) -> Response:
-        found = await self._service.peek(request.path_params["name"], _limit(request))
-        return json_response(MessageList(messages=[MessageView.of(message) for message in found]))
+        if self._service.peek_affects_queue and request.scope[ACCESS] != "all":
+            raise HTTPException(
+                403,
+                f"showing messages of {self._service.backend_name} affects the queue, because it "
+                "receives and returns them; it needs the token for changes",
+            )
+        found, truncated = await self._peek(request.path_params["name"], _limit(request))
+        views = [MessageView.of(message) for message in found]
+        return json_response(MessageList(messages=views, truncated=truncated))
+
+    async def _peek(self, name: str, limit: int) -> tuple[list[Message], bool]:
+        """Return the next messages, and whether ``MAX_PEEK_BYTES`` left some of them out.
+
+        Backends limit a peek by number only, so the number grows step by step, as the size of the
+        messages so far allows. A peek that affects the queue is not repeated.
+        """
+        count = limit if self._service.peek_affects_queue else min(limit, FIRST_PEEK)
+        while True:
+            found = await self._service.peek(name, count)
+            size = sum(len(message.body) for message in found)
+            if len(found) < count or count == limit or size >= MAX_PEEK_BYTES:
+                break
+            largest = max(1, *(len(message.body) for message in found))
+            count = min(limit, 2 * count, count + max(1, (MAX_PEEK_BYTES - size) // largest))
+        sizes = accumulate(len(message.body) for message in found)
+        fitting = max(1, sum(total <= MAX_PEEK_BYTES for total in sizes))
+        return found[:fitting], fitting < len(found) or len(found) == count < limit
 
     async def send(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -258,12 +303,20 @@ class Api:
         return self._service.dead_letters(request.path_params["name"])
 
     async def dead_letters(self, request: Request) -> Response:
-        found = await (await self._dead_letters(request)).list(
-            _limit(request), reason=_reason(request), error=request.query_params.get("error")
+        dead_letters = await self._dead_letters(request)
+        limit, order = _limit(request), _order(request)
+        # Backends read from the oldest on, so that the newest are known only after reading all.
+        native = self._service.capabilities.peek is Support.NATIVE
+        scanned = limit if order == "oldest" else MAX_SORTED if native else MAX_SORTED_EMULATED
+        found = await dead_letters.list(
+            max(limit, scanned), reason=_reason(request), error=request.query_params.get("error")
         )
-        return json_response(
-            DeadLetterList(dead_letters=[DeadLetterView.of(letter) for letter in found])
-        )
+        if order == "newest" and len(found) < scanned:
+            found.sort(key=lambda letter: letter.last_failed_at, reverse=True)
+        else:
+            order = "oldest"
+        views = [DeadLetterView.of(letter) for letter in found[:limit]]
+        return json_response(DeadLetterList(dead_letters=views, order=order))
 
     async def replay(self, request: Request) -> Response:
         wanted = await self._body(request, ReplayRequest)
@@ -335,11 +388,23 @@ def _require_confirmation(request: Request, *, filtered: bool) -> None:
         )
 
 
+def _access(request: Request) -> Literal["read", "all"]:
+    """Return what the request may do, which is at least reading."""
+    return "all" if request.scope[ACCESS] == "all" else "read"
+
+
 def _reason(request: Request) -> str | None:
     text = request.query_params.get("reason")
     if text is not None and text not in set(Reason):
         raise HTTPException(422, f"reason: expected one of {', '.join(Reason)}, got {text[:40]!r}")
     return text
+
+
+def _order(request: Request) -> Literal["oldest", "newest"]:
+    text = request.query_params.get("order", "oldest")
+    if text not in ("oldest", "newest"):
+        raise HTTPException(422, f"order: expected oldest or newest, got {text[:20]!r}")
+    return "newest" if text == "newest" else "oldest"
 
 
 def _timestamp(request: Request, name: str) -> float | None:
@@ -354,7 +419,7 @@ def _timestamp(request: Request, name: str) -> float | None:
 
 def _limit(request: Request) -> int:
     text = request.query_params.get("limit", str(DEFAULT_LIMIT))
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
+    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= MAX_LIMIT:
         raise HTTPException(
             422, f"limit: expected an integer from 1 to {MAX_LIMIT}, got {text[:20]!r}"
         )

@@ -19,7 +19,7 @@ from qkit.asyncapi import document as asyncapi_document
 from qkit.errors import ConfigError, QueueError
 from qkit.service import QueueService
 from qkit.web import probes
-from qkit.web.access_control import AccessControl, check
+from qkit.web.access_control import AccessControl, Tokens, check_hosts
 from qkit.web.api import Api, Endpoint, reject_unknown_input
 from qkit.web.event_stream import EventStreams
 from qkit.web.exposition import CONTENT_TYPE, exposition
@@ -35,16 +35,25 @@ MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+
 
 
 def create_app(
-    service: QueueService, *, token: str | None = None, hosts: Collection[str] = ()
+    service: QueueService,
+    *,
+    token: str | None = None,
+    read_token: str | None = None,
+    hosts: Collection[str] = (),
 ) -> Starlette:
     """Create the ASGI app of a service: probes, metrics, JSON API and dashboard.
 
     The app does not start or stop the service; use it with ``lifespan``, or call ``serve``.
 
+    Without tokens, the app is read-only and serves only ``/livez``, ``/readyz`` and ``/metrics``,
+    except to a client on the same machine that calls it by a loopback name and without a proxy.
+
     Args:
         service: Service to show.
-        token: Bearer token that changes require; printable ASCII. Without a token (the default)
-            the app is read-only. Reading needs no token.
+        token: Bearer token that permits reading and changes; printable ASCII. Without it (the
+            default) all changes are rejected.
+        read_token: Bearer token that permits reading only; printable ASCII. Default: none, so that
+            reading needs ``token`` if that is set.
         hosts: Host names under which the app may be reached, without scheme and port, in addition
             to loopback and the local address of the connection. ``"*"`` allows every host. Default:
             none.
@@ -53,8 +62,8 @@ def create_app(
         A Starlette application, to be mounted or served.
 
     Raises:
-        ConfigError: The token is empty or cannot be sent in a header, a host is not a host name,
-            or ``service`` is not a ``QueueService``.
+        ConfigError: A token is empty or cannot be sent in a header, both tokens are equal, a host
+            is not a host name, or ``service`` is not a ``QueueService``.
 
     Example:
         >>> from qkit import QueueService, Settings
@@ -67,7 +76,8 @@ def create_app(
             f"create_app expected a QueueService, got {type(service).__name__}: pass a "
             "QueueService, because the app runs in its event loop"
         )
-    check(token, hosts)
+    tokens = Tokens(token, read_token)
+    check_hosts(hosts)
     sampler = Sampler(service, writable=token is not None)
     endpoints = Api(service, sampler).endpoints()
     pages = _service_pages(service, sampler, endpoints) | _dashboard_files()
@@ -76,7 +86,7 @@ def create_app(
             *(Route(path, handle, methods=["GET"]) for path, handle in pages.items()),
             *map(_route, endpoints),
         ],
-        middleware=[Middleware(AccessControl, token=token, hosts=hosts)],
+        middleware=[Middleware(AccessControl, tokens=tokens, hosts=hosts)],
         exception_handlers={HTTPException: _http_error, QueueError: _queue_error},
     )
 
@@ -152,7 +162,7 @@ def _json(document: dict[str, object]) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    names = {404: "NotFound", 405: "MethodNotAllowed"}
+    names = {403: "TokenRequired", 404: "NotFound", 405: "MethodNotAllowed"}
     name = names.get(error.status_code, "BadRequest")
     return error_response(error.status_code, name, error.detail)
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import AsyncIterator
 
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from qkit.observability.connection_state import ConnectionState
 from qkit.service import QueueService
@@ -34,31 +35,48 @@ class EventStreams:
         self._open = 0
 
     def response(self) -> Response:
-        """Return a new stream, or a 503 response if too many are open."""
+        """Return a response that sends a new stream, or 503 if too many are open."""
+        return _StreamResponse(self)
+
+    async def send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send a stream until it ends or the client disconnects, or 503 if too many are open."""
         if self._open >= MAX_STREAMS:
             text = f"{MAX_STREAMS} event streams are already open; close one"
-            return error_response(503, "TooManyStreams", text)
-        return StreamingResponse(self._events(), media_type="text/event-stream")
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        self._open += 1
-        was_stopping = self._service.stopping
+            await error_response(503, "TooManyStreams", text)(scope, receive, send)
+            return
+        self._open += 1  # before the first await, so that requests at the same time are counted
         try:
-            overview = await self._sampler.sample()
-            yield f"retry: {RETRY_MILLISECONDS}\n".encode()
-            yield _event("history", json.dumps(self._sampler.history()).encode())
-            while True:
-                yield _event("overview", to_json(overview))
-                if self._ended(was_stopping):
-                    return
-                await asyncio.sleep(INTERVAL_SECONDS)
-                overview = await self._sampler.sample()
+            stream = StreamingResponse(self._events(), media_type="text/event-stream")
+            await stream(scope, receive, send)
         finally:
             self._open -= 1
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        was_stopping = self._service.stopping
+        overview = await self._sampler.sample()
+        yield f"retry: {RETRY_MILLISECONDS}\n".encode()
+        yield _event("history", json.dumps(self._sampler.history()).encode())
+        while True:
+            yield _event("overview", to_json(overview))
+            if self._ended(was_stopping):
+                return
+            await asyncio.sleep(INTERVAL_SECONDS)
+            overview = await self._sampler.sample()
 
     def _ended(self, was_stopping: bool) -> bool:
         closed = self._service.connection_state is ConnectionState.CLOSED
         return closed or (self._service.stopping and not was_stopping)
+
+
+class _StreamResponse(Response):
+    """Response that counts towards the limit from its start to its end."""
+
+    def __init__(self, streams: EventStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._streams.send_stream(scope, receive, send)
 
 
 def _event(name: str, data: bytes) -> bytes:

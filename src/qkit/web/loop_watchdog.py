@@ -17,11 +17,12 @@ import select
 import socket
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 from typing import Self
 
-from qkit._internal.logging import logger
+from qkit._internal.logging import Lines, logger
 
 __all__ = ["LoopWatchdog"]
 
@@ -103,7 +104,7 @@ class LoopWatchdog:
             "the event loop has been blocked for %.1f s and does not respond to probes; it is "
             "blocked here:\n%s",
             seconds,
-            stack,
+            Lines(stack),
         )
 
     def _answer_for(self, seconds: float, blocked: float) -> None:
@@ -118,7 +119,9 @@ class LoopWatchdog:
 
     def _answer(self, connection: socket.socket, blocked: float) -> None:
         request = b""
+        deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS  # also for one byte at a time
         while b"\r\n\r\n" not in request and len(request) < MAX_REQUEST_BYTES:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
             part = connection.recv(MAX_REQUEST_BYTES)
             if not part:
                 return
@@ -134,5 +137,5 @@ class LoopWatchdog:
         # Closing with unread bytes would reset the connection before the client reads the response.
         connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(TimeoutError):
-            while connection.recv(MAX_REQUEST_BYTES):
+            while time.monotonic() < deadline and connection.recv(MAX_REQUEST_BYTES):
                 pass

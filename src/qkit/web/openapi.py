@@ -41,7 +41,10 @@ def document(endpoints: Sequence[Endpoint], *, mounted_at: str = "") -> Json:
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer"},
+                "readToken": {"type": "http", "scheme": "bearer"},
+            },
         },
     }
 
@@ -73,8 +76,8 @@ def _operation(endpoint: Endpoint, schemas: Json) -> Json:
             "required": True,
             "content": _content(endpoint.takes, schemas, "validation"),
         }
-    if endpoint.method != "GET":
-        operation["security"] = [{"token": []}]
+    schemes = ["token", "readToken"] if endpoint.method == "GET" else ["token"]
+    operation["security"] = [{scheme: []} for scheme in schemes]
     return operation
 
 

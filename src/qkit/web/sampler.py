@@ -50,7 +50,7 @@ class Sampler:
 
     Args:
         service: Service whose queues are sampled.
-        writable: Whether the app has a token and therefore accepts changes.
+        writable: Whether the app has a token for changes and therefore accepts them.
         min_interval: Seconds for which a sample is reused. Default: 0.9.
     """
 

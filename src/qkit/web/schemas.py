@@ -76,8 +76,8 @@ class Totals:
 class Overview:
     """State of the service and its queues at one time.
 
-    At most 200 queues are listed; ``queues_omitted`` counts the others. ``writable`` is
-    true if the service has a token. ``error`` is the reason why the queues could not be listed.
+    At most 200 queues are listed; ``queues_omitted`` counts the others. ``writable`` is true if the
+    service has a token for changes. ``error`` is the reason why the queues could not be listed.
     """
 
     sampled_at: float
@@ -95,16 +95,24 @@ class Overview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageList:
-    """Next messages of a queue, in delivery order."""
+    """Next messages of a queue, in delivery order.
+
+    ``truncated`` is true if fewer messages than requested are listed because they are large.
+    """
 
     messages: list[MessageView]
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterList:
-    """Dead letters of a channel, oldest first."""
+    """Dead letters of a channel, in the given order.
+
+    ``order`` is ``oldest`` although the newest were requested, if there are too many to sort.
+    """
 
     dead_letters: list[DeadLetterView]
+    order: Literal["oldest", "newest"] = "oldest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +146,10 @@ class ConsumerList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCheck:
-    """Confirmation that the token of the request is valid."""
+    """Confirmation that the token of the request is valid, and what it permits."""
 
     valid: bool
+    access: Literal["read", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,7 @@ class RabbitMQBackend(RabbitMQAdmin):
     """
 
     name: str = BACKEND
+    peek_affects_queue: bool = True  # see PeekReporting
     capabilities: Capabilities = MATRIX["rabbitmq-classic"]
 
     def __init__(

@@ -568,6 +568,14 @@ class Queue:
                 envelopes.append(self.envelope(message, offset, not_before))
         return envelopes
 
+    def peek_in_memory(self, limit: int) -> list[Envelope]:
+        """Return the next messages of a queue without a journal, in order of delivery."""
+        offset = self._clock.time() - self._clock.monotonic()
+        return [
+            self.envelope(message, offset, None if due is None else due + offset)
+            for message, due in self.state.peek(limit)
+        ]
+
     def must_read(self, message: StoredMessage) -> bool:
         """Return whether the body of a message has to be read in a thread."""
         journal = self.journal

@@ -1,7 +1,7 @@
 // Entry point: routing, live statistics, and the header and footer of every page.
 
-import { askForToken, forgetToken, hasToken, onToken, stream } from "./api.js";
-import { SEVERITY, h, icon, pill } from "./elements.js";
+import { askForToken, forgetToken, hasAnyToken, hasToken, listen, onToken, openDocument } from "./api.js";
+import { SEVERITY, h, icon, pill, toast } from "./elements.js";
 import { addPoints } from "./history.js";
 import { overviewPage } from "./overview.js";
 import { queuePage } from "./queue.js";
@@ -41,24 +41,19 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 
 // -- live statistics --------------------------------------------------------------------------
 
-function listen() {
-  const source = stream();
-  source.addEventListener("history", (event) => {
+const events = {
+  history(points) {
     history.clear();
-    for (const [name, points] of Object.entries(JSON.parse(event.data))) history.set(name, points);
-  });
-  source.addEventListener("overview", (event) => {
-    overview = JSON.parse(event.data);
+    for (const [name, rows] of Object.entries(points)) history.set(name, rows);
+  },
+  overview(sample) {
+    overview = sample;
     lastEventAt = Date.now();
     addPoints(history, overview);
     page?.update(overview, history);
     drawFrame();
-  });
-  source.addEventListener("error", () => {
-    // The browser reconnects automatically, except after an error response.
-    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 2_000);
-  });
-}
+  },
+};
 
 setInterval(drawFrame, 1_000);
 
@@ -67,9 +62,10 @@ setInterval(drawFrame, 1_000);
 let drawn = "";
 
 function drawFrame() {
-  const stale = Date.now() - lastEventAt > 4_000;
+  const signedOut = document.querySelector("dialog[data-purpose=read]") !== null;
+  const stale = !signedOut && Date.now() - lastEventAt > 4_000;
   document.body.classList.toggle("stale", stale);
-  const state = serviceState(stale);
+  const state = signedOut ? ["signed out", "neutral"] : serviceState(stale);
   const warning = currentWarning(stale);
   const key = JSON.stringify([state, warning, overview?.writable, hasToken()]);
   if (key === drawn) return;
@@ -98,7 +94,7 @@ function currentWarning(stale) {
 const tokenButton = document.getElementById("token-button");
 tokenButton.addEventListener("click", () => {
   if (overview && !overview.writable) return;
-  if (hasToken()) forgetToken(); else askForToken();
+  if (hasToken()) forgetToken(); else askForToken("all");
 });
 onToken(() => { drawn = ""; drawFrame(); });
 
@@ -107,9 +103,17 @@ function drawTokenButton() {
   if (!overview) return;
   const label = !overview.writable ? "Read-only" : hasToken() ? "Lock" : "Unlock";
   tokenButton.disabled = !overview.writable;
-  tokenButton.title = !overview.writable ? "The service has no token, so changes are disabled." : "";
+  tokenButton.title = !overview.writable ? "The service has no token for changes, so changes are disabled." : "";
   tokenButton.replaceChildren(icon(hasToken() && overview.writable ? "unlock" : "lock"), h("span", {}, label));
   document.getElementById("foot-note").textContent = overview.writable ? "" : "Read-only: start the service with a token (QKIT_TOKEN) to pause, send, replay or purge.";
+}
+
+for (const link of document.querySelectorAll(".foot a")) {
+  link.addEventListener("click", (event) => {
+    if (!hasAnyToken()) return; // a plain link works
+    event.preventDefault();
+    openDocument(link.getAttribute("href")).catch((error) => toast(error.message, "bad"));
+  });
 }
 
 const THEMES = ["auto", "light", "dark"];
@@ -129,6 +133,6 @@ themeButton.addEventListener("click", () => {
 });
 
 applyTheme();
-listen(); // first, so that live statistics arrive even if opening the page fails
+listen(events); // first, so that live statistics arrive even if opening the page fails
 open();
 drawFrame();

@@ -24,7 +24,7 @@ export function deadLetterList(name) {
       h("div", { class: "field grow" }, h("label", { for: "error" }, "Error"), error)),
     bar, list,
   );
-  let seen = null, timer = null, letters = [], writable = false, requests = 0, total = 0, sampledAt = 0;
+  let oldestFirst = false, seen = null, timer = null, letters = [], writable = false, requests = 0, total = 0, sampledAt = 0;
 
   const boxes = () => [...list.querySelectorAll("input[type=checkbox]")];
   const selectedIds = () => boxes().filter((box) => box.checked).map((box) => box.value);
@@ -39,7 +39,7 @@ export function deadLetterList(name) {
     replay.lastChild.textContent = `Replay ${what}`;
     purge.lastChild.textContent = `Purge ${what}…`;
     replay.disabled = purge.disabled = !writable || letters.length === 0;
-    selectLabel.textContent = letters.length === LIMIT && total > LIMIT && !filtered() ? `Select the first ${count(letters.length)} of ${count(total)}` : "Select all";
+    selectLabel.textContent = letters.length === LIMIT && total > LIMIT && !filtered() ? `Select the ${oldestFirst ? "oldest" : "newest"} ${count(letters.length)} of ${count(total)}` : "Select all";
     all.disabled = letters.length === 0;
     all.checked = ids.length > 0 && ids.length === letters.length;
     all.indeterminate = ids.length > 0 && ids.length < letters.length;
@@ -48,9 +48,10 @@ export function deadLetterList(name) {
   async function load() {
     const request = ++requests;
     try {
-      const result = await get(path, { limit: LIMIT, ...filter() });
+      const result = await get(path, { limit: LIMIT, order: "newest", ...filter() });
       if (request !== requests) return; // a newer request is under way
       letters = result.dead_letters;
+      oldestFirst = result.order === "oldest" && letters.length === LIMIT;
       // Read after the request, because the user may have changed it meanwhile.
       const kept = new Set(selectedIds());
       const open = new Set([...list.querySelectorAll("details[open]")].map((item) => item.dataset.id));

@@ -90,16 +90,19 @@ export function queuePage(name, tab) {
   };
 }
 
+const HINT = "In delivery order. Messages are not consumed.";
+
 /**
  * Create the list of the next messages. It reloads when the statistics change, unless a message is open.
  * If the backend emulates peek (by receiving and releasing messages), it reloads only on request.
  */
 function messageList(name) {
   const list = h("div", { class: "items" });
+  const hint = h("p", { class: "hint" }, HINT);
   const sender = sendForm(name, () => load());
   const element = h(
     "section", { class: "panel", "aria-label": "Next messages" },
-    h("div", { class: "bar" }, h("p", { class: "hint" }, "In delivery order. Messages are not consumed."), button("refresh", "Reload", () => load())),
+    h("div", { class: "bar" }, hint, button("refresh", "Reload", () => load())),
     list, sender.element,
   );
   let seen = null, busy = false, last = 0;
@@ -109,7 +112,8 @@ function messageList(name) {
     busy = true;
     last = Date.now();
     try {
-      const { messages } = await get(queuePath(name, "messages"), { limit: 25 });
+      const { messages, truncated } = await get(queuePath(name, "messages"), { limit: 25 });
+      setText(hint, truncated ? `${HINT} Only the first are shown, because they are large.` : HINT);
       const open = new Set([...list.querySelectorAll("details[open]")].map((item) => item.dataset.id));
       list.replaceChildren(...(messages.length ? messages.map((message) => messageItem(message, open.has(message.id))) : [h("div", { class: "empty" }, h("h3", {}, "No messages"), h("p", {}, "No message is ready for a consumer."))]));
     } catch (error) {
