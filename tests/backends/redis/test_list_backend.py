@@ -1009,6 +1009,8 @@ def test_use_in_a_second_event_loop_raises_before_anything_is_sent(
             await backend.publish(name, [Envelope("a", b"", priority=1)])
         with pytest.raises(LifecycleError, match="another event loop"):
             await backend.ping()
+        with pytest.raises(LifecycleError, match="another event loop"):
+            await backend.peek(name, 1)
 
     async def finish() -> None:
         assert (await backend.stats(name)).depth == 0

@@ -126,7 +126,7 @@ class ReconnectingConnection:
 
     async def aclose(self) -> None:
         """Close every connection; idempotent."""
-        self._check_loop()
+        self.check_loop()
         waiters, self._idle_waiters = self._idle_waiters, []
         with translate_errors("close"):
             await self._shared.aclose()
@@ -139,10 +139,11 @@ class ReconnectingConnection:
         Raises:
             LifecycleError: The caller runs in another event loop or in a forked child process.
         """
-        self._check_loop()
+        self.check_loop()
         return await self._shared.get()
 
-    def _check_loop(self) -> None:
+    def check_loop(self) -> None:
+        """Raise ``LifecycleError`` in another event loop and in a forked child process."""
         if self._loop is not None and running_loop() is not self._loop:
             raise other_loop()
 
@@ -193,7 +194,7 @@ class ReconnectingConnection:
             replicas: Number of replicas to wait for.
             timeout: Seconds to wait for the replicas.
         """
-        self._check_loop()
+        self.check_loop()
         connection = (
             self._idle_waiters.pop()
             if self._idle_waiters

@@ -69,6 +69,7 @@ class ListAdmin:
         Each call reads at most ``PEEK_BYTES`` and uses a connection of its own, so that large
         messages do not delay the replies on the shared connection.
         """
+        self._connection.check_loop()
         connection = ReconnectingConnection(self._connection.parameters)
         connection.connect()
         envelopes: list[Envelope] = []

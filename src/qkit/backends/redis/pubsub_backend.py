@@ -86,6 +86,7 @@ class RedisPubSubBackend:
     async def _subscription(
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[PubSubSubscription, None]:
+        self._connection.check_loop()
         subscription = PubSubSubscription(self._connection.parameters, spec)
         try:
             with translate_errors("subscribe", spec.queue):
