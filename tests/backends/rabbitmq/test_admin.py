@@ -155,6 +155,19 @@ async def test_peek_does_not_touch_the_order_while_an_ordered_consumer_is_active
             await subscription.ack(delivery)
 
 
+async def test_messages_are_in_the_queue_again_when_peek_and_remove_return(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    letters = f"{name}.dlq"
+    await declare(backend, name)
+    await backend.publish(letters, [Envelope(str(number), b"x") for number in range(20)])
+    for _ in range(10):
+        assert len(await backend.peek(letters, 20)) == 20
+        assert (await backend.stats(letters)).depth == 20
+        assert await backend.remove(letters, ["unknown"]) == 0
+        assert (await backend.stats(letters)).depth == 20
+
+
 async def test_peek_is_limited_by_size_and_uses_its_own_connection(
     backend: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

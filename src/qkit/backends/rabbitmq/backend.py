@@ -136,7 +136,9 @@ class RabbitMQBackend(RabbitMQAdmin):
         self._active_locks = ActiveLocks(self._consuming)
         self._publisher = Publisher(self._sending)
         self._letters_suffix = listed_suffix or dead_letter_suffix or ".dlq"
-        self._reader = QueueReader(self._reading, self._publisher, self._counts_reads)
+        self._reader = QueueReader(
+            self._reading, self._publisher, quorum=self._quorum, counts_reads=self._counts_reads
+        )
         self._topology = Topology(
             quorum=self._quorum,
             replicas=replicas,

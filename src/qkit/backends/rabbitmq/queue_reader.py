@@ -8,8 +8,10 @@ order.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Final
 
 from aiormq import Channel, exceptions
@@ -35,6 +37,8 @@ MAX_READ_BYTES: Final = 16 << 20
 MAX_LIMITED_COUNT: Final = 1_000
 ROTATED_AT_ONCE: Final = 50  # messages in memory while a queue is rotated
 BYTES_AT_ONCE: Final = 4 << 20
+RETURN_CHECKS: Final = 50
+RETURN_CHECK_SECONDS: Final = 0.02
 
 
 class QueueReader:
@@ -43,6 +47,7 @@ class QueueReader:
     Args:
         connection: Connection for reading, which no consumer uses.
         publisher: Publisher of the copies.
+        quorum: Whether the queues are quorum queues.
         counts_reads: Returns whether reading a queue counts as a delivery that matters.
     """
 
@@ -50,10 +55,13 @@ class QueueReader:
         self,
         connection: ReconnectingConnection,
         publisher: Publisher,
+        *,
+        quorum: bool,
         counts_reads: Callable[[str], bool],
     ) -> None:
         self._connection = connection
         self._publisher = publisher
+        self._quorum = quorum
         self._counts_reads = counts_reads
 
     async def read(self, name: str, limit: int) -> list[tuple[DeliveredMessage, Envelope]]:
@@ -70,10 +78,30 @@ class QueueReader:
             if self._counts_reads(name) and not await self._has_ordered_consumer(name):
                 await run_to_completion(self._rotate(name, found))
             else:
-                async with self._connection.own_channel() as channel:
+                async with self._channel(name) as channel:
                     while found.wants_more and (message := await get(channel, name)) is not None:
                         found.add(message)
         return found.messages
+
+    @asynccontextmanager
+    async def _channel(self, name: str) -> AsyncGenerator[Channel, None]:
+        """Open a channel; on exit, close it and wait until its messages are in the queue again.
+
+        A quorum queue counts a channel that has fetched messages as a consumer, until some time
+        after the broker has confirmed that the channel is closed.
+        """
+        before = await self._count_consumers(name) if self._quorum else 0
+        async with self._connection.own_channel() as channel:
+            yield channel
+        if self._quorum:
+            for _ in range(RETURN_CHECKS):
+                if await self._count_consumers(name) <= before:
+                    break
+                await asyncio.sleep(RETURN_CHECK_SECONDS)
+
+    async def _count_consumers(self, name: str) -> int:
+        async with self._connection.control() as channel:
+            return (await channel.queue_declare(name, passive=True)).consumer_count or 0
 
     async def _has_ordered_consumer(self, name: str) -> bool:
         try:
@@ -138,7 +166,7 @@ class QueueReader:
         removed = 0
         ids = _ListedIds()
         with translate_errors("remove", name):
-            async with self._connection.own_channel() as channel:
+            async with self._channel(name) as channel:
                 kept: list[DeliveredMessage] = []
                 while wanted.total() and (message := await get(channel, name)) is not None:
                     id = ids.next(message)
