@@ -233,7 +233,7 @@ def test_an_invalid_target_is_explained(shell: Shell, shop: str, tmp_path: Path)
         f"{shop}_broken:service": "JSONDecodeError",
         f"{shop}_lacking:service": "a_library_that_is_not_there",
         f"{shop}:fail": "KeyError: 'no such register'",
-        f"{shop}:needs": "TypeError",
+        f"{shop}:needs": "cannot be called without arguments",
         f"{shop}:make_later": "async function",
     }
     for target, expected in cases.items():

@@ -14,7 +14,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import h11
 from uvicorn import Config
@@ -112,7 +112,7 @@ class Connection(H11Protocol):
     @property
     def expendable(self) -> bool:
         """Whether no complete request is being answered, or the client does not read the answer."""
-        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
         if cycle is None or cycle.response_complete:
             return True
         return cycle.more_body or self.flow.write_paused
