@@ -307,3 +307,26 @@ async def test_an_emptied_segment_that_a_snapshot_covers_is_reported(clock, capl
     found, damage = await view(engine), engine.storage.damage
     await engine.aclose()
     assert len(found) == len(intact) or damage or caplog.text
+
+
+async def test_a_repair_covers_segments_of_a_snapshot_and_lists_the_lost_messages(clock, caplog):
+    files, _ = await run_history(clock, segment_bytes=700, maintain=True)
+    (snapshot,) = [name for name in files if name.endswith(".snap")]
+    covered = [name for name in segments(files) if int(name[:8]) <= int(snapshot[:8])]
+    intact = await recovered(files, clock)
+    random = Random(SEED)
+    lost = 0
+    for name in covered:
+        bad = [flipped for at, flipped in flips(files[name], random) if at % 12 == 0]
+        bad += [files[name][:cut] for cut in range(0, len(files[name]), 150)]
+        for other in bad:
+            disk = SimulatedDisk({**files, name: other})
+            engine = await open_engine(disk, clock, repair=True)
+            damage = " ".join(map(str, engine.storage.damage))
+            found = await view(engine)  # peek and dead_letters raise no error
+            await engine.aclose()
+            missing = [item for item in intact if item not in found]
+            lost += bool(missing)
+            assert all(f"message {item.id!r} of" in damage for item in missing), name
+            assert await recovered(disk.files(), clock) == found, "the repair is permanent"
+    assert lost

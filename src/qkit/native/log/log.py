@@ -208,6 +208,13 @@ class Log:
         yield from self._recovery.records(start)
         self._tail = self._recovery.tail(self._segment_bytes)
 
+    def repair_sealed(self) -> set[int]:
+        """Rewrite sealed segments that are damaged, also those that a snapshot covers. Blocking.
+
+        Call it before a snapshot is read. Returns the segments that lost records.
+        """
+        return self._recovery.repair_sealed()
+
     @property
     def damage(self) -> list[Damage]:
         """Damage that ``recover`` found."""

@@ -62,6 +62,26 @@ class Recovery:
             self._headers = self._read_headers()
         return self._headers
 
+    def repair_sealed(self) -> set[int]:
+        """Check every segment but the last, and rewrite those that are damaged.
+
+        ``records`` reads no segment that a snapshot covers, but bodies are read from them later.
+
+        Returns:
+            The segments that lost records.
+        """
+        headers, lost = self.inspect(), set[int]()
+        for number in self.segments[:-1]:
+            before = len(self.damage)
+            loaded = self._load(number, headers[number], last=False)
+            if loaded is None:
+                del headers[number]
+            else:
+                headers[number] = loaded[0]
+            if any(item.kind == "damaged" for item in self.damage[before:]):
+                lost.add(number)
+        return lost
+
     def records(self, start: Position | None = None) -> Iterator[Entry]:
         """Yield every record from ``start`` on, in the order in which they were written."""
         headers = self.inspect()

@@ -7,7 +7,7 @@ collector busy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import merge
 from operator import itemgetter
 from typing import Final
@@ -115,6 +115,7 @@ class Replay:
         self.queues: dict[int, Declare] = {}
         self.imported: dict[str, tuple[int, int]] = {}  # first and last message, by bulk file
         self.orphans: list[str] = []
+        self.lost: list[tuple[int, Publish]] = []  # messages that a repair lost, with the segment
         self.assumed: set[int] = set()  # queues whose declaration must be written again
         self.held: int = 0  # bytes of bodies in memory
         self.last_queue: int = 0
@@ -250,11 +251,16 @@ class Replay:
 
     # Snapshots
 
-    def load(self, contents: Iterable[bytes]) -> None:
+    def load(self, contents: Iterable[bytes], expected: Mapping[int, int]) -> None:
         """Apply the records of a snapshot to messages that are still in the log.
 
         The index must be filled first. Messages that compaction has removed from the log since the
         snapshot are settled, and are ignored.
+
+        Args:
+            contents: Records of the snapshot.
+            expected: Segments of messages that a repair may have removed, by message; those that
+                are missing are added to ``lost``.
         """
         find = self.index.find
         for content in contents:
@@ -263,6 +269,8 @@ class Replay:
                 if find(seq) is not None:
                     (self._bulk if content[1] & BULK else self._messages)[seq] = content
                     self._bodiless.add(seq)
+                elif seq in expected:
+                    self.lost.append((expected[seq], decode_publish(content)))
                 continue
             record = decode(content)
             match record:
@@ -297,6 +305,10 @@ class Replay:
             yield without_body(content)
 
     # Result
+
+    def name_of(self, queue: int) -> str:
+        """Return the name of a queue, or its number if it has no declaration."""
+        return self.queues[queue].name if queue in self.queues else str(queue)
 
     def finish(self) -> list[RecoveredMessage]:
         """Return the recovered messages, in order. Call this at the end of the log.

@@ -14,7 +14,7 @@ import re
 import struct
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 from zlib import crc32
 
@@ -111,8 +111,17 @@ def _body(log: Log, replay: Replay, numbers: list[int]) -> Iterator[bytes]:
         yield content
 
 
-def read_snapshot(log: Log, replay: Replay, damage: list[Damage]) -> int:
+def read_snapshot(
+    log: Log, replay: Replay, damage: list[Damage], repaired: Collection[int] = ()
+) -> int:
     """Read the newest intact snapshot into ``replay``; add damaged ones to ``damage``.
+
+    Args:
+        log: Log of the snapshot.
+        replay: Replay that has read no record yet.
+        damage: List to which damaged snapshots are added.
+        repaired: Segments that have just lost records; their messages are added to
+            ``replay.lost``. Default: none.
 
     Returns:
         The last segment that the snapshot covers; 0 if there is no snapshot.
@@ -131,7 +140,7 @@ def read_snapshot(log: Log, replay: Replay, damage: list[Damage]) -> int:
                 Damage("snapshot", number, 0, 0, "damaged and ignored; the log is complete")
             )
             continue
-        _load(log, replay, data, generations)
+        _load(log, replay, data, generations, repaired)
         return number
     return 0
 
@@ -159,12 +168,19 @@ def _intact(disk: Disk, number: int, log_id: bytes) -> bytes | None:
     return data
 
 
-def _load(log: Log, replay: Replay, data: bytes, generations: dict[int, int]) -> None:
+def _load(
+    log: Log,
+    replay: Replay,
+    data: bytes,
+    generations: dict[int, int],
+    repaired: Collection[int],
+) -> None:
     _, _, _, upto, _, replay.last_queue, replay.last_seq, _, _ = _HEADER.unpack_from(data)
     position = _HEADER.size + _CRC.size
     (count,) = _LENGTH.unpack_from(data, position)
     position += _LENGTH.size
     known: set[int] = set()
+    expected: dict[int, int] = {}  # segments of messages that a repair may have lost
     for _ in range(count):
         number, generation, messages = _SEGMENT.unpack_from(data, position)
         position += _SEGMENT.size
@@ -176,6 +192,9 @@ def _load(log: Log, replay: Replay, data: bytes, generations: dict[int, int]) ->
         if generations.get(number) == generation:
             known.add(number)
             replay.index.replace([], SegmentIndex(number, _little(seqs), _little(offsets)))
+        elif number in repaired:
+            for seq in _little(seqs):
+                expected[seq] = int(number)
     for number in sorted(generations):  # read the segments that were rewritten after the snapshot
         if number <= upto and number not in known:
             found = [
@@ -185,7 +204,7 @@ def _load(log: Log, replay: Replay, data: bytes, generations: dict[int, int]) ->
             ]
             if found:
                 replay.index.replace([], SegmentIndex(number, *zip(*found, strict=True)))
-    replay.load(_framed(data, position))
+    replay.load(_framed(data, position), expected)
 
 
 def _framed(data: bytes, position: int) -> Iterator[bytes]:

@@ -139,7 +139,11 @@ class Storage:
 
     def _replay(self) -> Replay:
         replay = Replay(limit=self._limit, repaired=self._repair)
-        self._covered = read_snapshot(self.log, replay, self._damage)
+        repaired = self.log.repair_sealed() if self._repair else set[int]()
+        self._covered = read_snapshot(self.log, replay, self._damage, repaired)
+        for segment, message in replay.lost:
+            words = f"message {message.id!r} of {replay.name_of(message.queue)!r} is lost"
+            self._damage.append(Damage("damaged", segment, 0, 0, words))
         start = (self._covered + 1, 0) if self._covered else None
         replay.read(self.log.recover(start))
         self.recovered = replay.finish()
