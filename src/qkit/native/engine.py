@@ -25,6 +25,7 @@ from qkit.backend import QueueStats
 from qkit.errors import (
     ConsumerNotFound,
     InvalidBody,
+    InvalidName,
     LifecycleError,
     QueueError,
     Unsupported,
@@ -990,6 +991,8 @@ class Engine:
                 if journal is None:
                     position = channel.put(now, id, body, headers, key, priority, due, expires)
                 else:
+                    if not id.isascii() or not (key is None or key.isascii()):
+                        _check_text(id, key, queue)
                     queues, headers = channel.reserve(id, headers, priority)
                     pending.append((id, body, headers, key, priority, due, expires, queues))
                 results.append(Sent(id, position))
@@ -1285,3 +1288,19 @@ def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | 
             f"delay={delay!r} must be shorter than ttl={ttl!r}: the message could only expire"
         )
     return (now + delay if delay else None), (now + ttl if ttl is not None else None)
+
+
+def _check_text(id: str, key: str | None, queue: str) -> None:
+    """Raise ``InvalidName`` if the id or the key cannot be stored in the log as UTF-8."""
+    for what, text in ("id", id), ("key", key or ""):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidName(
+                f"the {what} {text!r} contains a lone surrogate and cannot be stored: use valid "
+                "Unicode text",
+                backend="native",
+                operation="publish",
+                queue=queue,
+                message_id=id,
+            ) from error

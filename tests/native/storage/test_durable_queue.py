@@ -13,8 +13,15 @@ import pytest
 
 from qkit import consume
 from qkit.backends.native.backend import NativeBackend
-from qkit.errors import ConfigError, LifecycleError, LogDamaged, QueueFull, Unsupported
-from qkit.message import GROUP
+from qkit.errors import (
+    ConfigError,
+    InvalidName,
+    LifecycleError,
+    LogDamaged,
+    QueueFull,
+    Unsupported,
+)
+from qkit.message import GROUP, Envelope, Sent
 from qkit.native import Engine
 from qkit.native.config import QueueConfig
 from qkit.native.delivery import Delivery
@@ -624,3 +631,18 @@ async def test_a_record_of_version_0_1_sets_only_non_default_fields(tmp_path):
     defaults = QueueConfig(max_depth=50, max_priority=20, ack_deadline=5, max_deliveries=None)
     async with await Engine.open(tmp_path, defaults=defaults) as engine:
         assert limits(engine, "old") == (50, 3, 5, 3, None)
+
+
+async def test_an_id_or_key_that_is_not_unicode_rejects_only_its_message(store):
+    engine = await store.open()
+    await engine.create("orders")
+    messages = [
+        Envelope("\udc80", b""),
+        Envelope("good", b"", key="\u00fc"),
+        Envelope("bad-key", b"", key="\udc80"),
+    ]
+    first, good, third = await engine.publish_many("orders", messages)
+    assert isinstance(first, InvalidName)
+    assert isinstance(third, InvalidName)
+    assert good == Sent("good", 0)
+    assert [item.id for item in await engine.peek("orders", 10)] == ["good"]
