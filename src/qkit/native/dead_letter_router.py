@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from qkit._internal.clock import Clock
 from qkit.errors import LogDamaged
@@ -35,9 +36,41 @@ class DeadLetterRouter:
         self.portal = portal
         self.callbacks: list[Callable[[DeadLetter], None]] = []  # for dead letters
         self.drop_callbacks: list[Callable[[DeadLetter], None]] = []  # for dropped letters
+        self._background: set[asyncio.Task[None]] = set()  # tasks that read bodies
 
     def route(self, queue: Queue, dead: list[DeadMessage]) -> None:
-        """Move dead messages to the dead-letter queue, or drop them if the queue has none."""
+        """Move dead messages to the dead-letter queue, or drop them if the queue has none.
+
+        If their bodies are only on disk, this happens once a thread has read them. Until then the
+        log contains the messages, so a crash loses none.
+        """
+        unread = [item for item in dead if queue.must_read(item.message)]
+        if unread:
+            self.run_in_background(self._read_and_route(queue, unread))
+            dead = [item for item in dead if item not in unread]
+        self._route(queue, dead)
+
+    async def _read_and_route(self, queue: Queue, dead: list[DeadMessage]) -> None:
+        if await queue.keep_bodies([item.message for item in dead]):
+            self._route(queue, dead)
+
+    def run_in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Run a coroutine that reads bodies from the disk."""
+        task = asyncio.get_running_loop().create_task(work, name="qkit-native-read")
+        self._background.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("reading dead messages from the log failed", exc_info=task.exception())
+
+    async def finish_background(self) -> None:
+        """Wait until all bodies that are being read have been used."""
+        while self._background:
+            await asyncio.wait(self._background)
+
+    def _route(self, queue: Queue, dead: list[DeadMessage]) -> None:
         at = self.clock.time()
         offset = at - self.clock.monotonic()
         for message, reason, error in dead:

@@ -204,6 +204,7 @@ class Engine:
                     actor.restore(message)
             for actor in actors.values():
                 actor.resume()
+            await self._dead_letters.finish_background()
             storage.start(self.catalogue.numbers, self.import_bulk_files)
         except BaseException:
             await self.aclose()
@@ -305,6 +306,7 @@ class Engine:
                 await self.portal.run(self.aclose)
             return
         was_open, self._closed = self.portal.close(), True
+        await self._dead_letters.finish_background()
         for channel in self._channels.values():
             channel.close("the engine was closed")
         for actor in self.catalogue.all_actors():
@@ -604,7 +606,7 @@ class Engine:
             >>> asyncio.run(main())
             [b'one']
         """
-        return self.catalogue.find(name, "peek").peek(limit)
+        return await self.catalogue.find(name, "peek").browse(limit)
 
     @callable_from_any_thread
     async def purge(self, name: str) -> int:
@@ -1183,7 +1185,8 @@ class Engine:
         letters = self._letters(name)
         if letters is None:
             return []
-        return [DeadLetter.from_envelope(item, channel=name) for item in letters.peek(limit)]
+        found = await letters.browse(limit)
+        return [DeadLetter.from_envelope(item, channel=name) for item in found]
 
     @callable_from_any_thread
     async def retry_dead_letters(self, name: str, ids: Collection[str] | None = None) -> int:

@@ -14,9 +14,11 @@ import pytest
 
 from qkit.native import Engine
 from qkit.native.delivery import Delivery
+from qkit.native.log.log import Log
 from tests.support.crash_model import body_of
 from tests.support.disk import SimulatedDisk
 from tests.support.engines import held_bytes, open_engine
+from tests.support.waiting import eventually
 
 SEED = int(os.environ.get("QKIT_TEST_SEED", "20240501"))
 LIMIT = 5_000
@@ -294,3 +296,34 @@ async def test_bodies_are_correct_during_compaction(clock):
     live = sum(len(body_of(id)) for id in alive)
     print(f"{len(alive)} messages of {live} bytes in {size} bytes of files")
     await engine.aclose()
+
+
+async def test_bodies_are_never_read_in_the_event_loop(tmp_path, monkeypatch):
+    """Neither by peek and dead_letters, nor for messages that expire or are dropped."""
+    readers: set[int] = set()
+    read = Log.read
+
+    def recorded(self: Log, segment: int, offset: int) -> bytes:
+        readers.add(threading.get_ident())
+        return read(self, segment, offset)
+
+    monkeypatch.setattr(Log, "read", recorded)
+    dropped: list[bytes] = []
+    async with await Engine.open(tmp_path, memory_limit=0, fsync="never") as engine:
+        engine.on_dropped_letter(lambda letter: dropped.append(letter.body))
+        await engine.create("orders", dead_letter_max_depth=2)
+        for number in range(4):
+            await engine.publish("orders", body(number), ttl=0.2)
+        assert [item.body for item in await engine.peek("orders", 10)] == [*map(body, range(4))]
+
+        async def last_two_are_dead_letters() -> bool:
+            letters = await engine.dead_letters("orders")
+            return [letter.body for letter in letters] == [body(2), body(3)]
+
+        await eventually(last_two_are_dead_letters)
+        await eventually(lambda: dropped == [body(0), body(1)])
+        assert (await engine.stats("orders")).dead_lettered_total == 4
+    assert readers
+    assert threading.get_ident() not in readers
+    async with await Engine.open(tmp_path) as engine:
+        assert [letter.body for letter in await engine.dead_letters("orders")] == [body(2), body(3)]

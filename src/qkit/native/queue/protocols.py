@@ -37,6 +37,10 @@ class QueueJournal(Protocol):
         """Mark a message as no longer live, because its queue was deleted."""
         ...
 
+    def is_live(self, seq: int) -> bool:
+        """Return whether a message is still in the log and not settled."""
+        ...
+
     def claim(self, number: int, messages: Sequence[StoredMessage]) -> None:
         """Record that messages were delivered."""
         ...

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from random import Random
 from typing import Final, Protocol
 
@@ -49,6 +49,10 @@ class EngineHooks(Protocol):
 
     def dropped(self, envelopes: list[Envelope]) -> None:
         """Report dead letters that were dropped from a full dead-letter queue."""
+        ...
+
+    def run_in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Run a coroutine that reads bodies from the disk."""
         ...
 
 
@@ -495,6 +499,36 @@ class Queue:
         return envelope
 
     def _evict(self, messages: Sequence[StoredMessage]) -> None:
+        unread = [message for message in messages if self.must_read(message)]
+        if unread:
+            # Until the bodies are read, the messages stay in the log, so that it keeps the bodies.
+            self._hooks.run_in_background(self._read_and_evict(messages, unread))
+        else:
+            self._evict_read(messages)
+
+    async def _read_and_evict(
+        self, messages: Sequence[StoredMessage], unread: Sequence[StoredMessage]
+    ) -> None:
+        if await self.keep_bodies(unread):
+            self._evict_read(messages)
+
+    async def keep_bodies(self, messages: Sequence[StoredMessage]) -> bool:
+        """Read the bodies of messages that have left the queue, and keep them in memory.
+
+        Returns:
+            False if the queue was deleted meanwhile, with these messages.
+        """
+        bodies, journal = await self.read(messages), self.journal
+        assert journal is not None
+        for message, body in zip(messages, bodies, strict=True):
+            if self.lost is not None:
+                journal.forget(message.seq)
+            elif body is not None:
+                message.body = body
+                journal.held += len(body)
+        return self.lost is None
+
+    def _evict_read(self, messages: Sequence[StoredMessage]) -> None:
         offset = self._clock.time() - self._clock.monotonic()
         envelopes: list[Envelope] = []
         for message in messages:
@@ -512,13 +546,50 @@ class Queue:
     # Inspection
 
     def peek(self, limit: int) -> list[Envelope]:
-        """Return the next messages in order of delivery; see ``QueueState.peek``."""
+        """Return the next messages in order of delivery; blocking if bodies are only on disk."""
         self._route_dead_and_wake(self.state.advance(self._clock.monotonic()))
         offset = self._clock.time() - self._clock.monotonic()
         return [
             self.envelope(message, offset, None if due is None else due + offset)
             for message, due in self.state.peek(limit)
         ]
+
+    async def browse(self, limit: int) -> list[Envelope]:
+        """Return the next messages in order of delivery, as ``peek`` does, without blocking.
+
+        Bodies that are only on disk are read in a thread. Messages that are removed meanwhile are
+        left out.
+        """
+        self._route_dead_and_wake(self.state.advance(self._clock.monotonic()))
+        offset = self._clock.time() - self._clock.monotonic()
+        found = self.state.peek(limit)
+        unread = [message for message, _ in found if self.must_read(message)]
+        read = dict(zip(map(id, unread), await self.read(unread), strict=True))
+        envelopes: list[Envelope] = []
+        for message, due in found:
+            not_before = None if due is None else due + offset
+            body = read.get(id(message))
+            if body is not None:
+                envelope = envelope_of(message, offset, not_before)
+                envelope.body = body
+                envelopes.append(envelope)
+            elif id(message) not in read or self._is_live(message):
+                envelopes.append(self.envelope(message, offset, not_before))
+        return envelopes
+
+    def must_read(self, message: StoredMessage) -> bool:
+        """Return whether the body of a message has to be read in a thread."""
+        journal = self.journal
+        return message.body is None and journal is not None and not journal.reads_inline
+
+    async def read(self, messages: Sequence[StoredMessage]) -> list[bytes | None]:
+        """Read the bodies of messages in a thread; ``None`` for each that cannot be read."""
+        if not messages or self.journal is None:
+            return []
+        return await asyncio.to_thread(self.journal.load, messages)
+
+    def _is_live(self, message: StoredMessage) -> bool:
+        return self.lost is None and self.journal is not None and self.journal.is_live(message.seq)
 
     def stats(self) -> QueueStats:
         """Return the current figures of the queue."""

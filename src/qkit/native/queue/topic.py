@@ -163,11 +163,11 @@ class Topic:
             **summed,
         )
 
-    def peek(self, limit: int) -> list[Envelope]:
+    async def browse(self, limit: int) -> list[Envelope]:
         """Return the next messages, group by group, each with its group in a header."""
         found: list[Envelope] = []
-        for name, actor in self.groups.items():
-            for envelope in actor.peek(limit - len(found)):
+        for name, actor in tuple(self.groups.items()):
+            for envelope in await actor.browse(limit - len(found)):
                 envelope.headers[GROUP] = name
                 found.append(envelope)
         return found

@@ -238,6 +238,11 @@ class Journal:
         """Mark a message as no longer live, because its queue was deleted."""
         self.index.forget(seq)
 
+    def is_live(self, seq: int) -> bool:
+        """Return whether a message is still in the log and not settled."""
+        found = self.index.find(seq)
+        return seq in self._unwritten if found is None else bool(found[0].alive[found[1]])
+
     # Changes of messages
 
     def claim(self, number: int, messages: Sequence[StoredMessage]) -> None:
