@@ -20,6 +20,10 @@ T = TypeVar("T")
 
 NOT_OPEN = "the engine is not open: use 'async with Engine() as engine'"
 CLOSED = "the engine is closed"
+FORKED = (
+    "the engine was opened before this process was forked: open an engine, or start a service, in "
+    "each process"
+)
 ENDED = "the engine's event loop has ended: close the engine before the loop that opened it"
 
 
@@ -31,12 +35,13 @@ class LoopPortal:
     the engine's loop, in the caller's context. The caller awaits the result in its own loop.
     """
 
-    __slots__ = ("_closed", "_lock", "_loop", "_pending_calls", "thread")
+    __slots__ = ("_closed", "_lock", "_loop", "_pending_calls", "in_fork", "thread")
 
     def __init__(self) -> None:
         self.thread: int = 0  # not open yet; no thread has this number
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self.in_fork: bool = False  # this is a fork of the process that opened the engine
         self._lock = threading.Lock()  # keeps the engine open between the check and the call
         self._pending_calls: set[asyncio.Task[Any]] = set()
 
@@ -44,6 +49,17 @@ class LoopPortal:
         """Make the current thread's ``loop`` the engine's loop."""
         self._loop = loop
         self.thread = get_ident()
+
+    def forked(self) -> None:
+        """Reject all calls, because this is a fork of the process that opened the engine."""
+        self.in_fork = True
+        self.thread = 0
+        self._lock = threading.Lock()  # another thread may have held it during the fork
+
+    def check_process(self) -> None:
+        """Raise ``LifecycleError`` in a fork of the process that opened the engine."""
+        if self.in_fork:
+            raise _error(FORKED)
 
     @property
     def accepts_calls(self) -> bool:
@@ -71,6 +87,7 @@ class LoopPortal:
             LifecycleError: The engine is not open, its loop has ended, or either was closed during
                 the call.
         """
+        self.check_process()
         answer: Future[T] = Future()
         with self._lock:
             if self._closed or self._loop is None:

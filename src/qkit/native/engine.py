@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from qkit._internal.clock import Clock, SystemClock
+from qkit._internal.forks import watch_forks
 from qkit._internal.ids import new_id
 from qkit._internal.names import check_name
 from qkit.backend import QueueStats
@@ -96,6 +97,7 @@ class Engine:
         )
         self._dead_letters.target_of = self.catalogue.dead_letter_queue_of
         self._channels = self.catalogue.channels
+        watch_forks(self)
 
     # Lifecycle
 
@@ -267,6 +269,7 @@ class Engine:
         return self._storage
 
     async def __aenter__(self) -> Self:
+        self.portal.check_process()
         if self._entered or self._closed:
             raise LifecycleError("an engine can be opened only once: create a new one")
         self._entered = True
@@ -301,6 +304,9 @@ class Engine:
             >>> asyncio.run(main())
             True
         """
+        if self.portal.in_fork:
+            self._closed = True  # everything else belongs to the process that opened the engine
+            return
         if get_ident() != self.portal.thread and (self._closed or self.portal.accepts_calls):
             with contextlib.suppress(LifecycleError):  # already closed
                 await self.portal.run(self.aclose)
@@ -317,11 +323,38 @@ class Engine:
         if was_open and self._loop is asyncio.get_running_loop():
             await self.portal.wait_drained()
 
+    def forked(self) -> None:
+        """Make every use in a forked child process raise ``LifecycleError``, if the engine is open.
+
+        The child closes its descriptors, so that it does not keep the directory locked after the
+        end of the process that opened the engine.
+
+        Example:
+            >>> engine = Engine()
+            >>> engine.forked()
+            >>> engine.check_process()  # not open yet: it can be opened in the child
+        """
+        if self._loop is None:
+            return
+        self.portal.forked()
+        self._channels.clear()  # so that no call finds a queue
+        if self._storage is not None:
+            self._storage.log.disk.close()
+
+    def check_process(self) -> None:
+        """Raise ``LifecycleError`` in a fork of the process that opened the engine.
+
+        Example:
+            >>> Engine().check_process()
+        """
+        self.portal.check_process()
+
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         """Return the engine's loop; raise ``LifecycleError`` unless it is the running loop.
 
         This is too slow to call for each message.
         """
+        self.portal.check_process()
         if self._closed or self._loop is None:
             state = "closed" if self._closed else "not open: use 'async with Engine() as engine'"
             raise LifecycleError(f"the engine is {state}", backend="native")
