@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import threading
 from _thread import get_ident
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from qkit._internal.forks import watch_forks
 from qkit.errors import LifecycleError
 
 __all__ = ["LoopPortal", "callable_from_any_thread", "get_ident"]
@@ -22,6 +20,10 @@ T = TypeVar("T")
 
 NOT_OPEN = "the engine is not open: use 'async with Engine() as engine'"
 CLOSED = "the engine is closed"
+FORKED = (
+    "the engine was opened before this process was forked: open an engine, or start a service, in "
+    "each process"
+)
 ENDED = "the engine's event loop has ended: close the engine before the loop that opened it"
 
 
@@ -33,49 +35,36 @@ class LoopPortal:
     the engine's loop, in the caller's context. The caller awaits the result in its own loop.
     """
 
-    __slots__ = (
-        "__weakref__", "_closed", "_lock", "_loop", "_pending_calls", "_process", "forked", "thread"
-    )  # fmt: skip
+    __slots__ = ("_closed", "_lock", "_loop", "_pending_calls", "in_fork", "thread")
 
     def __init__(self) -> None:
         self.thread: int = 0  # not open yet; no thread has this number
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self.in_fork: bool = False  # this is a fork of the process that opened the engine
         self._lock = threading.Lock()  # keeps the engine open between the check and the call
         self._pending_calls: set[asyncio.Task[Any]] = set()
-        self._process = 0
-        self.forked = False  # whether this is a copy in a child process
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make the current thread's ``loop`` the engine's loop."""
         self._loop = loop
         self.thread = get_ident()
-        self._process = os.getpid()
-        watch_forks(self)
 
     def after_fork(self) -> None:
-        """Reject all calls in a child process, where neither the loop nor the writer runs."""
-        self.forked = True
-        self.thread = 0  # so that every call goes through ``run``
-        self._lock = threading.Lock()
+        """Reject all calls, because this is a fork of the process that opened the engine."""
+        self.in_fork = True
+        self.thread = 0
+        self._lock = threading.Lock()  # another thread may have held it during the fork
 
     def check_process(self) -> None:
-        """Raise ``LifecycleError`` in a child of the process that opened the engine."""
-        if self.forked:
-            raise _error(
-                f"the engine was opened in process {self._process} and cannot be used in its "
-                f"child process {os.getpid()}: open an engine in each process"
-            )
+        """Raise ``LifecycleError`` in a fork of the process that opened the engine."""
+        if self.in_fork:
+            raise _error(FORKED)
 
     @property
     def accepts_calls(self) -> bool:
         """Whether the engine is open and its loop is running."""
-        return (
-            self._loop is not None
-            and self._loop.is_running()
-            and not self._closed
-            and not self.forked
-        )
+        return self._loop is not None and self._loop.is_running() and not self._closed
 
     async def run(
         self,
@@ -96,7 +85,7 @@ class LoopPortal:
 
         Raises:
             LifecycleError: The engine is not open, its loop has ended, or either was closed during
-                the call; or this is a child of the process that opened the engine.
+                the call.
         """
         self.check_process()
         answer: Future[T] = Future()

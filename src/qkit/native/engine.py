@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from qkit._internal.clock import Clock, SystemClock
+from qkit._internal.forks import watch_forks
 from qkit._internal.ids import new_id
 from qkit._internal.loop_calls import require_asyncio
 from qkit._internal.names import check_name
@@ -98,6 +99,7 @@ class Engine:
         )
         self._dead_letters.target_of = self.catalogue.dead_letter_queue_of
         self._channels = self.catalogue.channels
+        watch_forks(self)
 
     # Lifecycle
 
@@ -270,6 +272,7 @@ class Engine:
         return self._storage
 
     async def __aenter__(self) -> Self:
+        self.portal.check_process()
         if self._entered or self._closed:
             raise LifecycleError("an engine can be opened only once: create a new one")
         self._entered = True
@@ -304,7 +307,9 @@ class Engine:
             >>> asyncio.run(main())
             True
         """
-        self.portal.check_process()
+        if self.portal.in_fork:
+            self._closed = True  # everything else belongs to the process that opened the engine
+            return
         if get_ident() != self.portal.thread and (self._closed or self.portal.accepts_calls):
             with contextlib.suppress(LifecycleError):  # already closed
                 await self.portal.run(self.aclose)
@@ -320,6 +325,32 @@ class Engine:
             await self._storage.close()
         if was_open and self._loop is asyncio.get_running_loop():
             await self.portal.wait_drained()
+
+    def after_fork(self) -> None:
+        """Make every use in a forked child process raise ``LifecycleError``, if the engine is open.
+
+        The child closes its descriptors, so that it does not keep the directory locked after the
+        end of the process that opened the engine.
+
+        Example:
+            >>> engine = Engine()
+            >>> engine.after_fork()
+            >>> engine.check_process()  # not open yet: it can be opened in the child
+        """
+        if self._loop is None:
+            return
+        self.portal.after_fork()
+        self._channels.clear()  # so that no call finds a queue
+        if self._storage is not None:
+            self._storage.log.disk.close()
+
+    def check_process(self) -> None:
+        """Raise ``LifecycleError`` in a fork of the process that opened the engine.
+
+        Example:
+            >>> Engine().check_process()
+        """
+        self.portal.check_process()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         """Return the engine's loop; raise ``LifecycleError`` unless it is the running loop.
@@ -611,7 +642,7 @@ class Engine:
             >>> asyncio.run(main())
             [b'one']
         """
-        return await self.catalogue.find(name, "peek").peek(limit)
+        return await self.catalogue.find(name, "peek").browse(limit)
 
     @callable_from_any_thread
     async def purge(self, name: str) -> int:
@@ -1256,7 +1287,7 @@ class Engine:
         letters = self._letters(name)
         if letters is None:
             return []
-        found = await letters.peek(limit)
+        found = await letters.browse(limit)
         return [DeadLetter.from_envelope(item, channel=name) for item in found]
 
     @callable_from_any_thread

@@ -439,7 +439,7 @@ class TestService:
         settings = self.service.settings
         queue = settings.broker_name(settings.dead_letter_name(channel))
         try:
-            found = self._engine.queue(queue, "peek").peek_in_memory(PEEK_LIMIT)
+            found = self._engine.queue(queue, "peek").peek(PEEK_LIMIT)
         except QueueNotFound:
             return []
         return [replace(DeadLetter.from_envelope(item), channel=channel) for item in found]

@@ -174,3 +174,30 @@ def test_concurrent_listings_are_complete(tmp_path: Path) -> None:
         for found in pool.map(lambda _: disk.names(), range(400)):
             assert set(found) == names
     disk.close()
+
+
+@pytest.mark.parametrize("what", [".", "LOCK"])
+def test_a_directory_or_lock_of_another_user_is_rejected(tmp_path, monkeypatch, what):
+    Disk(tmp_path).close()
+    fstat, target = os.fstat, (tmp_path / what).stat().st_ino
+
+    def foreign(fd: int) -> os.stat_result:
+        found = fstat(fd)
+        if found.st_ino != target:
+            return found
+        fields = list(found)
+        fields[stat.ST_UID] = os.geteuid() + 1
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", foreign)
+    with pytest.raises(StorageError, match="belongs to user"):
+        Disk(tmp_path)
+
+
+def test_a_hard_linked_lock_is_rejected(tmp_path):
+    Disk(tmp_path / "data").close()
+    os.link(tmp_path / "data" / "LOCK", tmp_path / "other")
+    with pytest.raises(StorageError, match="several hard links"):
+        Disk(tmp_path / "data")
+    (tmp_path / "other").unlink()
+    Disk(tmp_path / "data").close()

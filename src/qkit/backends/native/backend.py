@@ -172,7 +172,13 @@ class NativeBackend:
             subscription.release_uncharged()
 
     async def ping(self) -> None:
-        """Check that the engine is open and writable; raise ``BackendUnavailable`` otherwise."""
+        """Check that the engine is open and writable.
+
+        Raises:
+            BackendUnavailable: It is not.
+            LifecycleError: This is a fork of the process that opened the engine.
+        """
+        self._engine.check_process()
         if not self._engine.running:
             raise BackendUnavailable(
                 "the engine is not open: start the backend first", backend=self.name

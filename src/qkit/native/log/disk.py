@@ -63,6 +63,7 @@ class Disk:
         parent = self._keep(os.open(self.path.parent, os.O_DIRECTORY | os.O_CLOEXEC))
         name = self.path.name or "."
         root = self._directory(name, parent)
+        self._check_user(root, self.path)
         lock = self._lock(root)
         self._log = self._directory("log", root)
         os.fsync(root)
@@ -86,6 +87,14 @@ class Disk:
     def _lock(self, root: int) -> int:
         fd = os.open("LOCK", os.O_RDWR | os.O_CREAT | _FLAGS, 0o600, dir_fd=root)
         self._open.insert(0, fd)
+        self._check_user(fd, self.path / "LOCK")
+        if os.fstat(fd).st_nlink > 1:
+            # A process that opens it by the other name could keep the directory locked.
+            raise StorageError(
+                f"{self.path / 'LOCK'} has several hard links: remove it, and check who made them",
+                backend="native",
+                operation="open",
+            )
         _make_private(fd)
         try:
             lock_file(fd, wait=False)
@@ -103,6 +112,20 @@ class Disk:
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         return fd
+
+    def _check_user(self, fd: int, path: Path) -> None:
+        """Raise ``StorageError`` if another user owns a file, who could replace its contents.
+
+        Root may own it, as with mounted volumes.
+        """
+        user = os.fstat(fd).st_uid
+        if user not in (os.geteuid(), 0):
+            raise StorageError(
+                f"{path} belongs to user {user}, and this process runs as user {os.geteuid()}: "
+                "run qkit as that user, or change the owner of the directory",
+                backend="native",
+                operation="open",
+            )
 
     def _keep(self, fd: int) -> int:
         self._open.append(fd)

@@ -545,8 +545,17 @@ class Queue:
 
     # Inspection
 
-    async def peek(self, limit: int) -> list[Envelope]:
-        """Return the next messages in order of delivery; see ``QueueState.peek``.
+    def peek(self, limit: int) -> list[Envelope]:
+        """Return the next messages in order of delivery; blocking if bodies are only on disk."""
+        self._route_dead_and_wake(self.state.advance(self._clock.monotonic()))
+        offset = self._clock.time() - self._clock.monotonic()
+        return [
+            self.envelope(message, offset, None if due is None else due + offset)
+            for message, due in self.state.peek(limit)
+        ]
+
+    async def browse(self, limit: int) -> list[Envelope]:
+        """Return the next messages in order of delivery, as ``peek`` does, without blocking.
 
         Bodies that are only on disk are read in a thread. Messages that are removed meanwhile are
         left out.
@@ -568,14 +577,6 @@ class Queue:
                 envelopes.append(self.envelope(message, offset, not_before))
         return envelopes
 
-    def peek_in_memory(self, limit: int) -> list[Envelope]:
-        """Return the next messages of a queue without a journal, in order of delivery."""
-        offset = self._clock.time() - self._clock.monotonic()
-        return [
-            self.envelope(message, offset, None if due is None else due + offset)
-            for message, due in self.state.peek(limit)
-        ]
-
     def must_read(self, message: StoredMessage) -> bool:
         """Return whether the body of a message has to be read in a thread."""
         journal = self.journal
@@ -591,7 +592,7 @@ class Queue:
         return self.lost is None and self.journal is not None and self.journal.is_live(message.seq)
 
     def stats(self) -> QueueStats:
-        """Return the current statistics of the queue."""
+        """Return the current figures of the queue."""
         state, now = self.state, self._clock.monotonic()
         self._route_dead_and_wake(state.advance(now))
         since = state.oldest_since()

@@ -144,7 +144,7 @@ class Topic:
             actor.close(reason)
 
     def stats(self) -> QueueStats:
-        """Return the statistics of all groups: sums, the average wait and the highest age."""
+        """Return the figures of all groups: sums, the average wait and the highest age."""
         figures = [actor.stats() for actor in self.groups.values()]
         if not figures:
             return QueueStats(queue=self.name, depth=0, in_flight=0, scheduled=0, consumers=0)
@@ -163,11 +163,11 @@ class Topic:
             **summed,
         )
 
-    async def peek(self, limit: int) -> list[Envelope]:
+    async def browse(self, limit: int) -> list[Envelope]:
         """Return the next messages, group by group, each with its group in a header."""
         found: list[Envelope] = []
         for name, actor in tuple(self.groups.items()):
-            for envelope in await actor.peek(limit - len(found)):
+            for envelope in await actor.browse(limit - len(found)):
                 envelope.headers[GROUP] = name
                 found.append(envelope)
         return found

@@ -193,7 +193,8 @@ def _load(
             known.add(number)
             replay.index.replace([], SegmentIndex(number, _little(seqs), _little(offsets)))
         elif number in repaired:
-            expected.update(dict.fromkeys(_little(seqs), number))
+            for seq in _little(seqs):
+                expected[seq] = int(number)
     for number in sorted(generations):  # read the segments that were rewritten after the snapshot
         if number <= upto and number not in known:
             found = [

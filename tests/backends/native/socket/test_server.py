@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
@@ -17,6 +18,7 @@ from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.backend import SocketBackend
+from qkit.backends.native.socket.server import server as server_module
 from qkit.backends.native.socket.server.server import SocketServer
 from qkit.backends.native.socket.unix_socket import connect
 from qkit.errors import BackendUnavailable, ConfigError, LifecycleError
@@ -313,3 +315,95 @@ async def test_closing_the_server_finishes_requests_and_wakes_every_client(owner
             await s.ack(found)
     stats = await owner.engine.stats("q")
     assert (stats.depth, stats.in_flight) == (1, 0), "the delivery was not released"
+
+
+async def test_incomplete_requests_of_all_clients_share_a_limit(directory: Path) -> None:
+    """The connection with most incomplete data is closed, and the others go on."""
+    path = directory / "socket"
+    async with Engine() as engine:
+        server = SocketServer(NativeBackend(engine=engine), engine, path, max_received=300_000)
+        await server.start()
+        client = SocketBackend(path)
+        await client.start()
+        await client.declare(QueueSpec(name="q"))
+        greedy, modest = [await asyncio.open_unix_connection(path) for _ in range(2)]
+        head = protocol.MAGIC + protocol.HEAD.pack(1 << 20, protocol.PUBLISH, 1)
+        modest[1].write(head + bytes(100_000))
+        await modest[1].drain()
+        greedy[1].write(head + bytes(250_000))
+        with contextlib.suppress(ConnectionError):
+            await greedy[1].drain()
+            answer = await asyncio.wait_for(greedy[0].read(), 30)
+            assert b"bytes of incomplete requests" in answer
+        await until(lambda: len(server._connections) == 2)
+        assert len(await client.publish("q", [Envelope("1", bytes(150_000))])) == 1
+        for _, writer in (greedy, modest):
+            writer.close()
+        await client.aclose()
+        await server.aclose()
+
+
+async def test_reading_pauses_while_running_requests_exceed_the_limit(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory / "socket"
+    async with Engine() as engine:
+        backend = NativeBackend(engine=engine)
+        server = SocketServer(backend, engine, path, max_received=300_000)
+        await server.start()
+        clients = [SocketBackend(path) for _ in range(3)]
+        for client in clients:
+            await client.start()
+        await clients[0].declare(QueueSpec(name="q"))
+        free, publish, running = asyncio.Event(), backend.publish, 0
+
+        async def slow(queue: str, envelopes: Any) -> Any:
+            nonlocal running
+            running += 1
+            await free.wait()
+            return await publish(queue, envelopes)
+
+        monkeypatch.setattr(backend, "publish", slow)
+        sends = [
+            asyncio.create_task(client.publish("q", [Envelope(f"{at}-{number}", bytes(100_000))]))
+            for number in range(10)
+            for at, client in enumerate(clients)
+        ]
+        await until(lambda: server._budget.exceeded)
+        await asyncio.sleep(0.05)
+        assert running <= 6, "each connection had at most one more frame in its buffer"
+        free.set()
+        await asyncio.gather(*sends)
+        assert (await clients[0].stats("q")).depth == 30
+        for client in clients:
+            await client.aclose()
+        await server.aclose()
+
+
+async def test_requests_of_a_lost_connection_end_before_the_server_is_closed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Engine() as engine:
+        backend = NativeBackend(engine=engine)
+        server = SocketServer(backend, engine, directory / "socket")
+        await server.start()
+        started = asyncio.Event()
+
+        async def never() -> list[str]:
+            started.set()
+            await asyncio.get_running_loop().create_future()
+            return []
+
+        monkeypatch.setattr(backend, "queues", never)
+        monkeypatch.setattr(server_module, "CLOSE_GRACE_SECONDS", 0.01)
+        client = SocketBackend(directory / "socket")
+        await client.start()
+        asking = asyncio.create_task(client.queues())
+        await started.wait()
+        await client.aclose()
+        with pytest.raises(BackendUnavailable):
+            await asking
+        await until(lambda: not server._connections)
+        await server.aclose()
+    left = [task for task in asyncio.all_tasks() if task.get_name().startswith("qkit socket")]
+    assert left == []

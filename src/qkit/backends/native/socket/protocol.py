@@ -176,6 +176,11 @@ class FrameDecoder:
         self._size = 0
         self._needed = HEAD.size  # bytes required before the next frame can be complete
 
+    @property
+    def buffered(self) -> int:
+        """Number of bytes of a frame that is not complete."""
+        return self._size
+
     def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
         """Add received bytes; yield the kind, number and body of each complete frame.
 

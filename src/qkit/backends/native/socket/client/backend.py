@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
@@ -23,7 +23,7 @@ from qkit.backends.native.socket.client.connection import ClientConnection, open
 from qkit.backends.native.socket.client.lease_renewal import ClientLeaseRenewal
 from qkit.backends.native.socket.client.subscription import SocketSubscription
 from qkit.backends.native.socket.error_codec import decode_error
-from qkit.errors import BackendUnavailable, PartialSend, PayloadTooLarge, QueueError
+from qkit.errors import BackendUnavailable, LifecycleError, PartialSend, PayloadTooLarge, QueueError
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["SocketBackend"]
@@ -174,7 +174,8 @@ class SocketBackend:
             self._lease_renewal.close()
             self._lease_renewal = None
         if connection is not None:
-            connection.send(protocol.CLOSE, 0)
+            with suppress(LifecycleError):  # in a forked child; the connection is its parent's
+                connection.send(protocol.CLOSE, 0)
             self._lose_subscriptions(
                 BackendUnavailable("the backend was closed", backend=self.name)
             )

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
+from qkit._internal.forks import watch_forks
 from qkit._internal.logging import logger
 from qkit._internal.tasks import retrieve_exception
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.error_codec import decode_error
 from qkit.backends.native.socket.unix_socket import connect
 from qkit.backends.native.socket.write_buffer import WriteBuffer
-from qkit.errors import BackendUnavailable, QueueError
+from qkit.errors import BackendUnavailable, LifecycleError, QueueError
 
 __all__ = ["Answered", "ClientConnection", "open_connection"]
 
@@ -75,21 +76,39 @@ class ClientConnection(asyncio.Protocol):
         self._pending: dict[int, Answered] = {}
         self._parts: dict[int, list[bytes]] = {}
         self._closing = False
+        self._in_fork = False
         self._rejection: QueueError | None = None
         self._cause: Exception | None = None
         self._disconnected = asyncio.Event()
         self.greeting: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.hello: dict[str, Any] = {}
+        watch_forks(self)
+
+    def after_fork(self) -> None:
+        """Reject all requests, because this is a fork of the process that connected."""
+        self._in_fork = True
 
     # Requests
 
     def check(self) -> None:
-        """Raise ``BackendUnavailable`` if the connection is lost or closed."""
+        """Raise ``BackendUnavailable`` if the connection is lost or closed.
+
+        In a fork of the process that connected, raise ``LifecycleError``: both processes would
+        write to one socket.
+        """
+        if self._in_fork:
+            raise LifecycleError(
+                "the connection to the owner of the native directory was opened before this "
+                "process was forked: start a service in each process",
+                backend="native",
+            )
         if self.write_buffer.closed or self._closing:
             raise self._error()
 
     def send(self, kind: int, number: int, body: bytes = b"") -> None:
         """Send a frame that has no response."""
+        if self._in_fork:
+            self.check()
         self.write_buffer.frame(kind, number, body)
 
     def send_request(self, kind: int, body: bytes, answered: Answered) -> int:
@@ -127,6 +146,8 @@ class ClientConnection(asyncio.Protocol):
 
     async def aclose(self) -> None:
         """Flush and close the connection; abort it if the owner does not read in time."""
+        if self._in_fork:
+            return  # it belongs to the process that connected
         self._closing = True
         self.write_buffer.close()
         try:

@@ -12,6 +12,7 @@ from qkit._internal.logging import logger
 from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.error_codec import encode_error, encode_failures
+from qkit.backends.native.socket.server.receive_budget import TRACKED_BYTES, ReceiveBudget
 from qkit.backends.native.socket.server.subscription import (
     FRAME_BYTES,
     ServedBackend,
@@ -36,6 +37,7 @@ class ClientSession:
         write_buffer: Write buffer of the connection.
         sessions: All sessions of the server by session number; this session adds itself.
         max_frame: Maximum size in bytes of a frame from the client.
+        budget: Limit on the data that all clients have sent.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ClientSession:
         *,
         sessions: dict[int, ClientSession],
         max_frame: int,
+        budget: ReceiveBudget,
     ) -> None:
         self._backend = backend
         self._transport = transport
@@ -58,6 +61,10 @@ class ClientSession:
         self._subscribing: set[asyncio.Task[None]] = set()
         self._answering: set[asyncio.Task[None]] = set()
         self._event_flags = 0
+        self._budget = budget
+        budget.sessions.add(self)
+        self._incomplete = 0  # counted bytes of a frame that is not complete
+        self._running = 0  # counted bytes of running requests
 
     # Connection
 
@@ -69,13 +76,31 @@ class ClientSession:
                 self._frames = protocol.FrameDecoder(self._max_frame)
             for kind, number, body in self._frames.feed(data):
                 self._handle_frame(kind, number, body)
+            self._count_incomplete(self._frames.buffered)
         except protocol.ProtocolError as error:
-            logger.warning(
-                "a client of the native directory sent invalid data; disconnecting: %s",
-                error.message,
-            )
-            self._write_buffer.frame(protocol.ERROR, 0, encode_error(error))
-            self._write_buffer.close()
+            self._reject(error)
+
+    def reject(self, reason: str) -> None:
+        """Send an error and close the connection."""
+        self._incomplete = 0
+        self._reject(protocol.ProtocolError(reason))
+
+    def _reject(self, error: protocol.ProtocolError) -> None:
+        logger.warning(
+            "a client of the native directory sent invalid data; disconnecting: %s", error.message
+        )
+        self._write_buffer.frame(protocol.ERROR, 0, encode_error(error))
+        self._write_buffer.close()
+
+    def _count_incomplete(self, size: int) -> None:
+        size = size if size >= TRACKED_BYTES else 0
+        if size != self._incomplete:
+            self._incomplete = size
+            self._budget.update(self, size, self._running)
+
+    def _count_running(self, change: int) -> None:
+        self._running += change
+        self._budget.update(self, self._incomplete, self._running)
 
     def _greet(self, data: bytes) -> bytes:
         magic, rest = data[: len(protocol.MAGIC)], data[len(protocol.MAGIC) :]
@@ -101,7 +126,11 @@ class ClientSession:
         """Pause reading while the client does not read responses or many requests are running."""
         if self._transport.is_closing():
             return
-        reading = not self._write_buffer.paused and len(self._answering) < MAX_ANSWERS
+        reading = (
+            not self._write_buffer.paused
+            and len(self._answering) < MAX_ANSWERS
+            and not self._budget.exceeded
+        )
         if reading != self._transport.is_reading():
             if reading:
                 self._transport.resume_reading()
@@ -111,8 +140,15 @@ class ClientSession:
     def lost(self) -> None:
         """Close all subscriptions; a client that did not send CLOSE is treated as crashed."""
         self._sessions.pop(self._session, None)
+        self._budget.sessions.discard(self)
+        self._count_incomplete(0)
         for subscription in self._subscriptions.values():
             subscription.leave(crashed=True)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is running and no subscription is open."""
+        return not self._answering and not self._subscribing
 
     async def aclose(self, grace: float) -> None:
         """Wait up to ``grace`` seconds for running requests, then close all subscriptions."""
@@ -141,7 +177,7 @@ class ClientSession:
             if (subscription := self._subscriptions.get(number)) is not None:
                 subscription.credit(serial, wanted)
         elif (work := self._request(kind, number, body)) is not None:
-            self._answer(number, work)
+            self._answer(number, work, len(body))
         else:
             self._handle_notification(kind, number, body)
 
@@ -183,8 +219,13 @@ class ClientSession:
             case _:
                 raise protocol.ProtocolError(f"unknown kind of frame: {kind}")
 
-    def _answer(self, number: int, work: Coroutine[object, object, bytes]) -> None:
-        self._start(self._answering, self._answered(number, work), "answer")
+    def _answer(self, number: int, work: Coroutine[object, object, bytes], size: int) -> None:
+        if size < TRACKED_BYTES:
+            self._start(self._answering, self._answered(number, work), "answer")
+        else:
+            self._count_running(size)
+            task = self._start(self._answering, self._answered(number, work), "answer")
+            task.add_done_callback(lambda _: self._count_running(-size))
         if len(self._answering) >= MAX_ANSWERS:
             self.apply_backpressure()
 

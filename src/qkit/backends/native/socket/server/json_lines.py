@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import select
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from qkit.backends.native.socket.server.receive_budget import TRACKED_BYTES, ReceiveBudget
 from qkit.backends.native.socket.write_buffer import WriteBuffer
 
 __all__ = ["MAX_LINE", "JsonLineSession"]
@@ -28,6 +30,7 @@ class JsonLineSession:
         transport: Transport of the connection.
         write_buffer: Write buffer of the connection.
         max_line: Maximum length of a line in bytes; 16 MiB by default.
+        budget: Limit on the data that all clients have sent.
     """
 
     def __init__(
@@ -36,9 +39,13 @@ class JsonLineSession:
         transport: asyncio.Transport,
         write_buffer: WriteBuffer,
         *,
+        budget: ReceiveBudget,
         max_line: int = MAX_LINE,
     ) -> None:
         self._answer = answer
+        self._budget = budget
+        budget.sessions.add(self)
+        self._counted = 0, 0  # bytes of an incomplete line, and of pending lines
         self._transport = transport
         self._write_buffer = write_buffer
         self._max_line = max_line
@@ -64,6 +71,22 @@ class JsonLineSession:
                 self._skipping = True
                 self._pending.append(None)
         self._start_answering()
+        self._count(len(rest))
+
+    def _count(self, incomplete: int) -> None:
+        pending = sum(len(line) for line in self._pending if line is not None)
+        counted = tuple(size if size >= TRACKED_BYTES else 0 for size in (incomplete, pending))
+        if counted != self._counted:
+            self._counted = counted[0], counted[1]
+            self._budget.update(self, *self._counted)
+
+    def reject(self, reason: str) -> None:
+        """Send an error and close the connection."""
+        self._counted = 0, self._counted[1]
+        self._rest.clear()
+        error = {"error": {"type": "PayloadTooLarge", "message": reason}}
+        self._write_buffer.write(json.dumps(error).encode() + b"\n")
+        self._write_buffer.close()
 
     def _start_answering(self) -> None:
         if self._task is None and self._pending:
@@ -75,6 +98,7 @@ class JsonLineSession:
             while self._pending:
                 self._write_buffer.write(await self._answer(self._pending.popleft()) + b"\n")
                 await self._write_buffer.drained()
+                self._count(len(self._rest))
                 self.apply_backpressure()
         finally:
             self._task = None
@@ -98,7 +122,11 @@ class JsonLineSession:
         """Pause reading while the client does not read its responses or many lines are pending."""
         if self._ended or self._transport.is_closing():
             return
-        reading = not self._write_buffer.paused and len(self._pending) < MAX_PENDING
+        reading = (
+            not self._write_buffer.paused
+            and len(self._pending) < MAX_PENDING
+            and not self._budget.exceeded
+        )
         if reading != self._transport.is_reading():
             if reading:
                 self._transport.resume_reading()
@@ -107,8 +135,16 @@ class JsonLineSession:
 
     def lost(self) -> None:
         """Cancel the running command."""
+        self._budget.sessions.discard(self)
+        self._pending.clear()
+        self._count(0)
         if self._task is not None:
             self._task.cancel()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no command is running."""
+        return self._task is None
 
     async def aclose(self, grace: float) -> None:
         """Drop pending lines; wait up to ``grace`` seconds for the running command, then cancel."""

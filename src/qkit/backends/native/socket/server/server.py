@@ -15,6 +15,7 @@ from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.server.client_session import ClientSession
 from qkit.backends.native.socket.server.json_commands import Commands
 from qkit.backends.native.socket.server.json_lines import MAX_LINE, JsonLineSession
+from qkit.backends.native.socket.server.receive_budget import ReceiveBudget
 from qkit.backends.native.socket.server.subscription import ServedBackend
 from qkit.backends.native.socket.unix_socket import listen, remove_socket
 from qkit.backends.native.socket.write_buffer import WriteBuffer
@@ -46,6 +47,11 @@ class ProtocolHandler(Protocol):
         """Clean up after the connection is lost."""
         ...
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request is running."""
+        ...
+
     async def aclose(self, grace: float) -> None:
         """Wait up to ``grace`` seconds for running requests, then cancel them."""
         ...
@@ -60,6 +66,8 @@ class SocketServer:
         path: Path of the socket.
         max_frame: Maximum size in bytes of a frame from a client; 64 MiB by default.
         max_line: Maximum length in bytes of a JSON line from a client; 16 MiB by default.
+        max_received: Maximum size in bytes of incomplete and running requests of all clients; four
+            times ``max_frame`` by default.
 
     >>> import tempfile
     >>> from qkit.backends.native import NativeBackend
@@ -86,7 +94,10 @@ class SocketServer:
         *,
         max_frame: int = protocol.MAX_FRAME,
         max_line: int = MAX_LINE,
+        max_received: int | None = None,
     ) -> None:
+        self._budget = ReceiveBudget(4 * max_frame if max_received is None else max_received)
+        self._ended: list[ProtocolHandler] = []  # of lost connections, with running requests
         self._backend = backend
         self._path = path
         self._max_frame = max_frame
@@ -128,6 +139,8 @@ class SocketServer:
         await asyncio.gather(
             *[connection.aclose(CLOSE_GRACE_SECONDS) for connection in self._connections]
         )
+        ended, self._ended = self._ended, []
+        await asyncio.gather(*[handler.aclose(CLOSE_GRACE_SECONDS) for handler in ended])
 
     def _send_event(self, kind: int, letter: DeadLetter) -> None:
         for session in self._sessions.values():
@@ -137,9 +150,12 @@ class SocketServer:
         """Register a connection."""
         self._connections.add(connection)
 
-    def remove(self, connection: ServerConnection) -> None:
-        """Remove a lost connection."""
+    def remove(self, connection: ServerConnection, handler: ProtocolHandler | None) -> None:
+        """Remove a lost connection; ``aclose`` waits for requests that its handler still runs."""
         self._connections.discard(connection)
+        self._ended = [other for other in self._ended if not other.idle]
+        if handler is not None and not handler.idle:
+            self._ended.append(handler)
 
     def choose_protocol(
         self, beginning: bytes, transport: asyncio.Transport, write_buffer: WriteBuffer
@@ -147,7 +163,13 @@ class SocketServer:
         """Return the handler for a connection's first bytes; ``None`` if more are needed."""
         if not beginning.startswith(protocol.MAGIC[:1]):
             session = self._commands.session()
-            return JsonLineSession(session.answer, transport, write_buffer, max_line=self._max_line)
+            return JsonLineSession(
+                session.answer,
+                transport,
+                write_buffer,
+                budget=self._budget,
+                max_line=self._max_line,
+            )
         if len(beginning) < len(protocol.MAGIC):
             return None
         return ClientSession(
@@ -156,6 +178,7 @@ class SocketServer:
             write_buffer,
             sessions=self._sessions,
             max_frame=self._max_frame,
+            budget=self._budget,
         )
 
 
@@ -204,9 +227,9 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Remove the connection and notify its handler."""
         self._write_buffer.lost()
-        self._server.remove(self)
         if self._handler is not None:
             self._handler.lost()
+        self._server.remove(self, self._handler)
         self._disconnected.set()
 
     async def aclose(self, grace: float) -> None:
