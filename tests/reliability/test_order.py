@@ -29,8 +29,9 @@ def check_order(workers: Sequence[Worker], killed: Worker, killed_at: float) -> 
 
     What the killed worker had begun counts as ended when it was killed.
     """
+    words = ("begin", "end", "cancelled")
     lines = sorted(
-        ((line, worker) for worker in workers for line in [*worker.of("begin"), *worker.of("end")]),
+        ((line, worker) for worker in workers for word in words for line in worker.of(word)),
         key=lambda pair: pair[0].at,
     )
     for key in range(KEYS):

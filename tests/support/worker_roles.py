@@ -2,7 +2,8 @@
 
 Run as ``python -m tests.support.worker_roles``, it forks a process for each job (a line of JSON on
 stdin) and reports the pid and the exit code. A consumer reports ``begin n attempt`` and ``end n``
-for each message, each in a single write, so that no report is lost if the process is killed.
+(or ``cancelled n``) for each message, each in a single write, so that no report is lost if the
+process is killed.
 """
 
 from __future__ import annotations
@@ -49,15 +50,19 @@ def consumer(job: Job) -> object:
     @consume(job["queue"], group=group, concurrency=job.get("concurrency", 4), **options)
     async def work(body: dict[str, Any], message: Message) -> None:
         report(worker_number, "begin", body["n"], message.attempt)
-        match body.get("do"):
-            case "hang" if hangs:
-                await asyncio.sleep(FOREVER_SECONDS)
-            case "exit" if job.get("exits", False):
-                sys.exit(EXIT_CODE)
-            case "reject":
-                raise Reject("requested by the message")
-            case _:
-                await asyncio.sleep(random.random() * body.get("seconds", 0.0))
+        try:
+            match body.get("do"):
+                case "hang" if hangs:
+                    await asyncio.sleep(FOREVER_SECONDS)
+                case "exit" if job.get("exits", False):
+                    sys.exit(EXIT_CODE)
+                case "reject":
+                    raise Reject("requested by the message")
+                case _:
+                    await asyncio.sleep(random.random() * body.get("seconds", 0.0))
+        except asyncio.CancelledError:
+            report(worker_number, "cancelled", body["n"])
+            raise
         report(worker_number, "end", body["n"])
 
     return work

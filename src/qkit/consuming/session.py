@@ -303,18 +303,18 @@ class Session:
         metadata = self._executor.handler.metadata
         size, wait = metadata.batch_size or 1, metadata.batch_wait
         while batch := await self._buffer.next_batch(size, wait):
-            jobs = [job for job in batch if not job.lost]
-            for job in batch:
-                if job.lost:
-                    self._drop_lost(job)
-            if not jobs:
-                continue
-            await self._handle_batch(task, jobs)
-            del batch, jobs, job  # an idle worker must not keep messages and their errors alive
+            await self._handle_batch(task, batch)
+            del batch  # an idle worker must not keep messages and their errors alive
             if contextvars.copy_context() != context:
                 return
 
-    async def _handle_batch(self, task: asyncio.Task[None], jobs: list[Job]) -> None:
+    async def _handle_batch(self, task: asyncio.Task[None], batch: list[Job]) -> None:
+        jobs = [job for job in batch if not job.lost]
+        for job in batch:
+            if job.lost:
+                self._drop_lost(job)
+        if not jobs:
+            return
         try:
             outcomes = await self._run_batch(task, jobs)
         except (KeyboardInterrupt, SystemExit) as error:
