@@ -68,6 +68,7 @@ def create_app(
             "QueueService, because the app runs in its event loop"
         )
     check(token, hosts)
+    service.measure_durations()
     sampler = Sampler(service, writable=token is not None)
     endpoints = Api(service, sampler).endpoints()
     pages = _service_pages(service, sampler, endpoints) | _dashboard_files()
