@@ -6,6 +6,7 @@ Control characters in messages are escaped, because they could take control of t
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +39,25 @@ __all__ = [
 MAX_SPACED_COLUMNS = 8  # a table with more columns has smaller gaps
 WIDE_TERMINAL = 100
 
-out: Console = Console(highlight=False, soft_wrap=False)
+UNLIMITED_WIDTH = 10_000  # characters
+
+
+class _Output(Console):
+    """Console that limits the width of its lines only on a terminal, not in a pipe or a file."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        if self.is_terminal or getattr(self, "_width", None) or os.environ.get("COLUMNS"):
+            return super().size
+        return ConsoleDimensions(UNLIMITED_WIDTH, super().size.height)
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        width, height = new_size
+        self._width, self._height = width, height
+
+
+out: Console = _Output(highlight=False, soft_wrap=False)
 err: Console = Console(stderr=True, highlight=False)
 
 # Control characters except newline, characters that change the text direction, and surrogates.
