@@ -6,7 +6,7 @@ this boundary. The boundary is small so that a backend is easy to write and hard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -24,6 +24,7 @@ __all__ = [
     "ConsumerBalancing",
     "DeadLetterSource",
     "Delivery",
+    "DeliveryDetails",
     "DroppedLetterSource",
     "DurabilityReporting",
     "ExtendMany",
@@ -1074,6 +1075,53 @@ class Log(Protocol):
         Example:
             >>> async def first_ten(log: Log) -> list[tuple[int, Envelope]]:
             ...     return await log.read_range("orders", partition=0, first=0, last=10)
+        """
+        ...
+
+
+@runtime_checkable
+class DeliveryDetails(Protocol):
+    """A backend that tells more about a delivery, for traces.
+
+    Implement it if the broker has consumer groups with names of their own, or partitions. Called
+    only if the program records traces or metrics.
+
+    Example:
+        >>> class PartitionedBackend:
+        ...     def consumer_group(self, queue, group): return queue
+        ...     def delivery_attributes(self, delivery): return {}
+        >>> isinstance(PartitionedBackend(), DeliveryDetails)
+        True
+    """
+
+    def consumer_group(self, queue: str, group: str | None) -> str | None:
+        """Return the name of a consumer group on the broker.
+
+        Args:
+            queue: Name of the queue or topic on the broker.
+            group: Group of a topic; ``None`` for a queue.
+
+        Returns:
+            The name, or ``None`` if the broker has no such group.
+
+        Example:
+            >>> def name_of(backend: DeliveryDetails) -> str | None:
+            ...     return backend.consumer_group("orders", None)
+        """
+        ...
+
+    def delivery_attributes(self, delivery: Delivery) -> Mapping[str, str | int]:
+        """Return attributes of a consumer span, by OpenTelemetry's names.
+
+        Args:
+            delivery: The delivery, which is not settled yet.
+
+        Returns:
+            The attributes.
+
+        Example:
+            >>> def names_of(backend: DeliveryDetails, delivery: Delivery) -> list[str]:
+            ...     return sorted(backend.delivery_attributes(delivery))
         """
         ...
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Self
 
 from qkit._internal.clock import Clock
-from qkit.backend import Backend
+from qkit.backend import Backend, DeliveryDetails
 from qkit.handlers.channel import Middleware
 from qkit.handlers.registry import Registry
 from qkit.handlers.route import RouteTable
 from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import Events
 from qkit.observability.metrics import Counters
-from qkit.observability.telemetry import Telemetry
+from qkit.observability.telemetry import Telemetry, server_of
 from qkit.settings.model import Settings
 
 __all__ = ["Wiring"]
@@ -82,5 +82,9 @@ class Wiring:
             events=events,
             routes=RouteTable(settings, backend, registry, counters, middleware),
             connection=ConnectionTracker(events, clock, backend.name),
-            telemetry=Telemetry(backend.name),
+            telemetry=Telemetry(
+                backend.name,
+                server_of(settings.url.get_secret_value() if settings.url is not None else None),
+                backend if isinstance(backend, DeliveryDetails) else None,
+            ),
         )

@@ -147,3 +147,16 @@ def test_a_damaged_bulk_file_causes_a_warning(
     warnings = " ".join(result.stderr.split())
     assert "load-bad/00000000.seg is damaged" in warnings
     assert "max_depth and dead_letter_max_depth must be at least 1" in warnings
+
+
+def test_a_long_name_is_not_cut_in_a_pipe(shell: Shell) -> None:
+    name = "shop.europe-west.orders.placed-by-returning-customers"
+    shell.run("send", name, "1")
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    listed = subprocess.run(
+        [sys.executable, "-m", "qkit.cli", "queues"],
+        env={**environment, "QKIT_PATH": str(shell.path)},
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    (line,) = [line for line in listed.stdout.splitlines() if line.startswith("shop")]
+    assert line.split()[0] == name

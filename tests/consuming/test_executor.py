@@ -8,6 +8,7 @@ import contextvars
 import functools
 import itertools
 import threading
+import types
 from typing import Annotated
 
 import pytest
@@ -403,7 +404,9 @@ async def cancels_itself(order: list[object]) -> None:
 async def test_a_cancellation_inside_the_handler_is_a_failure_and_does_not_end_the_worker(
     clock, handler, batch_size, timeout
 ):
-    handle = consume("orders", batch_size=batch_size, timeout=timeout, retry=ONCE)(handler)
+    function = types.FunctionType(handler.__code__, handler.__globals__)  # decorated only here
+    function.__annotations__ = handler.__annotations__
+    handle = consume("orders", batch_size=batch_size, timeout=timeout, retry=ONCE)(function)
     backend = ScriptedBackend()
     async with make_service(handle, clock=clock, backend=backend) as service:
         for number in range(3):
@@ -899,7 +902,7 @@ async def test_handlers_run_inside_a_span_when_tracing_is_on(clock, monkeypatch)
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    monkeypatch.setattr(trace, "get_tracer", lambda name: provider.get_tracer(name))
+    monkeypatch.setattr(trace, "get_tracer", lambda name, *_, **__: provider.get_tracer(name))
     failing = Failing(clock, ValueError("x"), None)
     async with make_service(consume("orders")(failing), clock=clock) as service:
         await service.send("orders", {})

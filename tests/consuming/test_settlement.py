@@ -403,7 +403,12 @@ async def test_no_message_is_lost_if_the_dead_letter_queue_does_not_respond(cloc
 async def test_a_channel_without_dead_letters_logs_the_discarded_message(clock, caplog):
     orders = Channel("orders", dead_letter=False)
     events: list[DeadLettered] = []
-    async with make_service(consume(orders)(reject), clock=clock) as service:
+
+    @consume(orders)
+    async def reject_order(body: object) -> None:
+        raise Reject("no")
+
+    async with make_service(reject_order, clock=clock) as service:
         service.on("dead_letter", events.append)
         sent = await service.send("orders", 1)
         await clock.advance(1)

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry import metrics, trace
+from opentelemetry import baggage, context, metrics, propagate, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from qkit import Message, QueueService, Reject, Settings, consume
+import qkit
+from qkit import Message, QueueFull, QueueService, Reject, RetrySettings, Settings, consume
+from qkit.observability.durations import BOUNDS_SECONDS
+from qkit.observability.telemetry import SCHEMA_URL
 from tests.support.everywhere import BACKENDS, NAMES
 from tests.support.web import eventually, wait_for_dead_letters
 
@@ -188,8 +192,6 @@ async def test_sends_and_handler_calls_are_counted_and_timed(
 async def test_a_failed_send_is_recorded_with_its_error(
     tmp_path: Path, reader: InMemoryMetricReader
 ) -> None:
-    from qkit import QueueFull
-
     service = QueueService(Settings(type="native", max_depth=1))
     async with service:
         await service.send("orders", 1)
@@ -200,3 +202,140 @@ async def test_a_failed_send_is_recorded_with_its_error(
         point.attributes.get("error.type") for point in found["messaging.client.sent.messages"]
     ]
     assert sorted(map(str, errors)) == ["None", "QueueFull"]
+
+
+async def test_spans_have_server_group_key_and_position(
+    opened: tuple[str, Settings], channel: str, spans: InMemorySpanExporter
+) -> None:
+    system, settings = opened
+    done = asyncio.Event()
+
+    @consume(channel)
+    async def handle(body: int) -> None:
+        done.set()
+
+    if settings.type == "kafka":
+        settings = settings.model_copy(update={"group_prefix": "staging."})
+    service = QueueService(settings)
+    service.register(handle)
+    async with service:
+        await service.send(channel, 1, key="customer-7")
+        async with asyncio.timeout(60):
+            await done.wait()
+    for name in (f"send {channel}", f"process {channel}"):
+        span = single_span(spans, name)
+        attributes = dict(span.attributes or {})
+        assert (attributes.get("server.port") is not None) is (system != "qkit")
+        assert ("server.address" in attributes) is (system != "qkit")
+        key = "messaging.kafka.message.key" if system == "kafka" else "qkit.message.key"
+        assert attributes.get(key) == "customer-7"
+        assert span.instrumentation_scope is not None
+        assert span.instrumentation_scope.version == qkit.__version__
+        assert span.instrumentation_scope.schema_url == SCHEMA_URL
+    group = attributes.get("messaging.consumer.group.name")
+    if system == "kafka":
+        assert group == f"staging.{channel}"  # as on the broker
+        assert attributes["messaging.destination.partition.id"] == "0"
+        assert attributes["messaging.kafka.offset"] == 0
+    else:
+        assert group is None  # a queue has no consumer groups there
+
+
+async def test_a_failed_span_has_the_type_of_its_error(
+    channel: str, spans: InMemorySpanExporter
+) -> None:
+    @consume(channel, retry=RetrySettings(enabled=False))
+    async def handle(body: int) -> None:
+        raise KeyError("no such customer")
+
+    service = QueueService(Settings(type="native", max_depth=1))
+    service.register(handle)
+    async with service:
+        await service.send(channel, 1)
+        await wait_for_dead_letters(service, channel, 1)
+        await service.send("full", 1)
+        with pytest.raises(QueueFull):
+            await service.send("full", 2)
+    sends = [span for span in spans.get_finished_spans() if span.name == "send full"]
+    failed = single_span(spans, f"process {channel}"), sends[-1]
+    assert [dict(span.attributes or {}).get("error.type") for span in failed] == [
+        "KeyError",
+        "QueueFull",
+    ]
+    assert "error.type" not in dict(single_span(spans, f"send {channel}").attributes or {})
+
+
+async def test_baggage_travels_with_the_message(channel: str, spans: InMemorySpanExporter) -> None:
+    seen: list[object] = []
+
+    @consume(channel)
+    async def handle(body: int) -> None:
+        seen.append(baggage.get_baggage("tenant"))
+
+    @consume(f"{channel}-sync")
+    def handle_in_a_thread(body: int) -> None:
+        seen.append(baggage.get_baggage("tenant"))
+
+    service = QueueService(Settings(type="native"))
+    service.register(handle)
+    service.register(handle_in_a_thread)
+    async with service:
+        token = context.attach(baggage.set_baggage("tenant", "acme"))
+        try:
+            await service.send(channel, 1)
+            await service.send(f"{channel}-sync", 1)
+        finally:
+            context.detach(token)
+
+        async def both() -> bool:
+            return len(seen) == 2
+
+        await eventually(both)
+    assert seen == ["acme", "acme"]
+
+
+async def test_the_global_propagator_is_used(
+    channel: str, spans: InMemorySpanExporter, request: pytest.FixtureRequest
+) -> None:
+    class Custom(TraceContextTextMapPropagator):
+        """Propagator that writes its own header, as OTEL_PROPAGATORS may select."""
+
+        def inject(self, carrier: Any, *args: Any, **kwargs: Any) -> None:
+            carrier["x-trace"] = "1"
+
+        def extract(self, carrier: Any, *args: Any, **kwargs: Any) -> Any:
+            return context.set_value("found", carrier["x-trace"])
+
+        @property
+        def fields(self) -> set[str]:
+            return {"x-trace"}
+
+    previous = propagate.get_global_textmap()
+    propagate.set_global_textmap(Custom())
+    request.addfinalizer(lambda: propagate.set_global_textmap(previous))
+    seen: list[object] = []
+
+    @consume(channel)
+    async def handle(body: int, message: Message) -> None:
+        seen.append((context.get_value("found"), "traceparent" in message.headers))
+
+    service = QueueService(Settings(type="native"))
+    service.register(handle)
+    async with service:
+        await service.send(channel, 1)
+
+        async def handled() -> bool:
+            return bool(seen)
+
+        await eventually(handled)
+    assert seen == [("1", False)]
+
+
+async def test_durations_are_in_buckets_of_seconds(
+    channel: str, reader: InMemoryMetricReader
+) -> None:
+    service = QueueService(Settings(type="native"))
+    async with service:
+        await service.send(channel, 1)
+        (duration,) = points(reader)["messaging.client.operation.duration"]
+    assert tuple(duration.explicit_bounds) == BOUNDS_SECONDS

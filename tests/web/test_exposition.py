@@ -6,8 +6,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from qkit import QueueService
-from tests.support.web import wait_for_dead_letters
+from qkit import QueueService, Reject, Settings, consume
+from qkit.observability.durations import BOUNDS_SECONDS
+from tests.support.web import client_of, wait_for_dead_letters
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -40,6 +41,29 @@ async def test_counters_queue_figures_and_states_are_exposed(
     assert found["qkit_breaker_state", "open"] == 0
     assert found["qkit_consumer_last_poll_timestamp_seconds", "orders"] > 1e9
     assert found["qkit_consumer_last_settle_timestamp_seconds", "orders"] > 1e9
+
+
+async def test_durations_of_sends_and_handler_calls_are_histograms() -> None:
+    @consume("orders")
+    async def reject(number: int) -> None:
+        raise Reject("negative total")
+
+    service = QueueService(Settings(type="native"))
+    service.register(reject)
+    async with client_of(service) as client, service:  # the app is created before the start
+        await service.send("orders", -1)
+        await wait_for_dead_letters(service, "orders", 1)
+        text = (await client.get("/metrics")).text
+    for name in ("qkit_send_duration_seconds", "qkit_process_duration_seconds"):
+        (family,) = [item for item in text_string_to_metric_families(text) if item.name == name]
+        assert family.type == "histogram"
+        orders = [item for item in family.samples if item.labels["channel"] == "orders"]
+        buckets = {item.labels["le"]: item.value for item in orders if "le" in item.labels}
+        assert list(map(float, buckets)) == [*BOUNDS_SECONDS, float("inf")]
+        assert list(buckets.values()) == sorted(buckets.values())
+        figures = {item.name.removeprefix(name): item.value for item in orders}
+        assert figures["_count"] == buckets["+Inf"] >= 1
+        assert figures["_sum"] > 0
 
 
 async def test_a_stopped_service_still_exposes_metrics(

@@ -6,13 +6,14 @@ Control characters in messages are escaped, because they could take control of t
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -40,6 +41,8 @@ __all__ = [
 MAX_SPACED_COLUMNS = 8  # a table with more columns has smaller gaps
 WIDE_TERMINAL = 100
 
+UNLIMITED_WIDTH = 10_000  # characters
+
 
 class SafeConsole(Console):
     """Console that escapes control characters in everything it prints, except its own codes."""
@@ -53,7 +56,22 @@ class SafeConsole(Console):
             yield segment if text == segment.text else Segment(text, segment.style)
 
 
-out: Console = SafeConsole(highlight=False, soft_wrap=False)
+class _Output(SafeConsole):
+    """Console that limits the width of its lines only on a terminal, not in a pipe or a file."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        if self.is_terminal or getattr(self, "_width", None) or os.environ.get("COLUMNS"):
+            return super().size
+        return ConsoleDimensions(UNLIMITED_WIDTH, super().size.height)
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        width, height = new_size
+        self._width, self._height = width, height
+
+
+out: Console = _Output(highlight=False, soft_wrap=False)
 err: Console = SafeConsole(stderr=True, highlight=False)
 
 

@@ -92,6 +92,9 @@ class Executor:
         self.policy: RetryPolicy = route.policy
         self._codec = wiring.routes.codec(handler.body_type)
         self._telemetry = wiring.telemetry
+        # The group for traces. A queue has no groups, and neither has a backend without queues.
+        grouped = route.broadcast and bool(wiring.backend.capabilities.queues)
+        self._group = handler.group if grouped else None
         self._threads = threads
         self._clock = wiring.clock
         self._redelivers = bool(wiring.backend.capabilities.redelivery)
@@ -230,8 +233,8 @@ class Executor:
             raise self._timed_out()
 
     async def _call_traced(self, call: Call, jobs: Sequence[Job]) -> None:
-        envelopes = [job.delivery.envelope for job in jobs]
-        with self._telemetry.consumer_span(self.handler.channel, self.handler.group, envelopes):
+        deliveries = [job.delivery for job in jobs]
+        with self._telemetry.consumer_span(self.handler.channel, self._group, deliveries):
             await call(jobs)
 
     def _timed_out(self, error: TimeoutError | None = None) -> HandlerTimeout:

@@ -7,7 +7,7 @@ when all annotations can be evaluated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, Unpack, cast, overload
 
 from qkit._internal.names import check_name
@@ -200,7 +200,7 @@ def consume(
     Raises:
         InvalidName: The name of the channel or group is not valid on every broker.
         ConfigError: A value is out of range, an option is unknown or invalid, or the function
-            already has a ``@consume`` decorator.
+            already has a different ``@consume`` decorator.
 
     Example:
         >>> from qkit import consume
@@ -240,14 +240,25 @@ def _attach_metadata(function: F, metadata: ConsumeMetadata) -> F:
     if isinstance(target, type) or not callable(target):
         raise ConfigError(f"@consume: expected a function or method, got {function!r}")
     earlier = ConsumeMetadata.of(target)
-    if earlier is not None:
+    if earlier is not None and not _equal(earlier, metadata):
         raise ConfigError(
-            f"{getattr(target, '__qualname__', target)} has two @consume decorators, at "
+            f"{getattr(target, '__qualname__', target)} has two different @consume decorators, at "
             f"{earlier.location} and {metadata.location}; a function handles one channel: write a "
             "second function that calls the first"
         )
     setattr(target, _CONSUME_ATTRIBUTE, metadata)
     return function
+
+
+def _equal(one: ConsumeMetadata, other: ConsumeMetadata) -> bool:
+    """Return whether two decorators mean the same, wherever they are."""
+
+    def key(metadata: ConsumeMetadata) -> tuple[object, ...]:
+        named = metadata.channel
+        channel = named and (named.name, named.type, named.options)
+        return channel, replace(metadata, channel=None, location="")
+
+    return key(one) == key(other)
 
 
 def _channel(name: str | Channel[T], options: ChannelOptions) -> Channel[object]:

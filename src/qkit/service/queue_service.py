@@ -21,6 +21,7 @@ from qkit.handlers.channel import Channel, Middleware, name_of
 from qkit.handlers.registry import Handler, Registry
 from qkit.message import Message, Sent
 from qkit.observability.connection_state import ConnectionState
+from qkit.observability.durations import DurationHistogram
 from qkit.observability.events import (
     DeadLettered,
     EventName,
@@ -779,6 +780,41 @@ class QueueService:
             1
         """
         return self._counters.snapshot()
+
+    def measure_durations(self) -> None:
+        """Measure the durations of sends and handler calls, for ``duration_histograms``.
+
+        ``qkit.web.create_app`` calls it, for ``/metrics``. Call it before ``start``: a later call
+        has no effect. Without it, nothing is measured.
+
+        Example:
+            >>> from qkit import QueueService, Settings
+            >>> QueueService(Settings(type="native")).measure_durations()
+        """
+        if self._runtime.state == "new":
+            self._runtime.wiring.telemetry.keep_durations()
+
+    def duration_histograms(self) -> list[DurationHistogram]:
+        """Return the durations of sends and handler calls by channel; see ``measure_durations``.
+
+        Returns:
+            A snapshot of the histograms; empty if nothing was measured.
+
+        Example:
+            >>> import asyncio
+            >>> from qkit import QueueService, Settings
+            >>> async def main() -> None:
+            ...     service = QueueService(Settings(type="native"))
+            ...     service.measure_durations()
+            ...     async with service:
+            ...         await service.send("orders", {"id": 1})
+            ...     (histogram,) = service.duration_histograms()
+            ...     print(histogram.operation, histogram.channel, sum(histogram.counts))
+            >>> asyncio.run(main())
+            send orders 1
+        """
+        durations = self._runtime.wiring.telemetry.durations
+        return [] if durations is None else durations.snapshot()
 
     # -- administration ----------------------------------------------------------------------
 

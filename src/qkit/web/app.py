@@ -78,6 +78,7 @@ def create_app(
         )
     tokens = Tokens(token, read_token)
     check_hosts(hosts)
+    service.measure_durations()
     sampler = Sampler(service, writable=token is not None)
     endpoints = Api(service, sampler).endpoints()
     pages = _service_pages(service, sampler, endpoints) | _dashboard_files()

@@ -1,16 +1,24 @@
 """``/metrics``: counters of the service and statistics of its queues, for Prometheus.
 
-Values are read during a scrape; nothing runs between scrapes.
+Values are read during a scrape; nothing runs between scrapes. Durations are measured if
+the app was created before the service was started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from qkit.observability.durations import BOUNDS_SECONDS, DurationHistogram
 from qkit.observability.metrics import Metrics
 from qkit.sending.circuit_breaker import BreakerState
 from qkit.service import QueueService
@@ -49,6 +57,7 @@ class _Figures(Collector):
     def collect(self) -> Iterable[Metric]:
         metrics = self._service.metrics()
         yield from _counters(metrics)
+        yield from _histograms(self._service.duration_histograms())
         for field, (name, text) in GAUGES.items():
             yield _gauge_by_queue(field, name, text, self._overview.queues)
         yield from self._state()
@@ -113,6 +122,23 @@ def _counters(metrics: Metrics) -> Iterable[Metric]:
     yield in_flight
     refused = "Sends that were rejected because the service uses too many channels."
     yield CounterMetricFamily("qkit_channels_refused", refused, value=metrics.channels_refused)
+
+
+def _histograms(found: Sequence[DurationHistogram]) -> Iterable[Metric]:
+    """Return the histograms of sends and handler calls, with cumulative buckets."""
+    families = {
+        "send": HistogramMetricFamily(
+            "qkit_send_duration_seconds", "Duration of a send.", labels=["channel"]
+        ),
+        "process": HistogramMetricFamily(
+            "qkit_process_duration_seconds", "Duration of a handler call.", labels=["channel"]
+        ),
+    }
+    bounds = [*map(str, BOUNDS_SECONDS), "+Inf"]
+    for item in found:
+        buckets = list(zip(bounds, map(float, accumulate(item.counts)), strict=True))
+        families[item.operation].add_metric([item.channel], buckets, item.total)
+    return families.values()
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -11,7 +11,7 @@ from typing import Final
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.logging import logger
 from qkit._internal.tasks import run_to_completion
-from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
+from qkit.backend import Capabilities, Delivery, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.common.errors import queue_full
 from qkit.backends.kafka import codec, driver
@@ -21,6 +21,7 @@ from qkit.backends.kafka.codec import DEAD_REASON, NO_ATTRIBUTES, RecordAttribut
 from qkit.backends.kafka.connection import ConnectionParameters
 from qkit.backends.kafka.driver import Partition
 from qkit.backends.kafka.errors import BACKEND, translate_errors
+from qkit.backends.kafka.fetched_message import FetchedMessage
 from qkit.backends.kafka.group import GroupTimeouts
 from qkit.backends.kafka.names import TopicNames
 from qkit.backends.kafka.publisher import OutgoingRecord, Publisher, RecordMetadata
@@ -420,6 +421,22 @@ class KafkaBackend:
         return messages
 
     # Admin
+
+    # DeliveryDetails
+
+    def consumer_group(self, queue: str, group: str | None) -> str:
+        """Return the id of the consumer group of a queue, or of a group of a topic."""
+        return self._names.group(queue, group)
+
+    def delivery_attributes(self, delivery: Delivery) -> dict[str, str | int]:
+        """Return the partition and the offset of a delivery."""
+        message = delivery.receipt
+        if not isinstance(message, FetchedMessage):
+            return {}
+        return {
+            "messaging.destination.partition.id": str(message.partition.partition),
+            "messaging.kafka.offset": message.offset,
+        }
 
     async def queues(self) -> list[str]:
         """Return the names of all topics except retry topics and Kafka's internal topics."""
