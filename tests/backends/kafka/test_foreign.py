@@ -20,7 +20,6 @@ import pytest
 import pytest_asyncio
 from aiokafka import AIOKafkaProducer
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qkit import ConfigError, Message, QueueService, Settings, consume
@@ -28,6 +27,7 @@ from qkit.backend import QueueSpec
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.message import DeadLetter
+from tests.support.foreign import CASES, assert_encodable, assert_healthy, bodies, examples, facts
 from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 
@@ -59,7 +59,9 @@ class Program:
     """Producer of foreign messages, whose header names may be any bytes."""
 
     def __init__(self, url: str, compression: str | None) -> None:
-        self._producer = AIOKafkaProducer(bootstrap_servers=url, compression_type=compression)
+        self._producer = AIOKafkaProducer(
+            bootstrap_servers=url, compression_type=compression, max_batch_size=1 << 20
+        )
 
     async def send_together(self, topic: str, messages: list[Foreign], partition: int = 0) -> None:
         """Send all messages in one batch."""
@@ -157,7 +159,7 @@ class Worker:
         found: list[DeadLetter] = []
 
         async def complete() -> bool:
-            found[:] = await self.service.dead_letters(self.queue).list(1_000)
+            found[:] = await self.service.dead_letters(self.queue).list(10_000)
             return len(found) >= count
 
         await eventually(complete)
@@ -292,49 +294,45 @@ async def test_peek_names_the_missing_codec(
     assert [envelope.body for envelope in await backend.peek(name, 9)] == [SPACE + b"2"]
 
 
-names = st.one_of(
-    st.binary(max_size=30),
-    st.sampled_from(
-        [b"qkit-id", b"qkit-raw", b"qkit-attempt", b"qkit-expires-at", b"qkit-group",
-         b"qkit-original-offset", b"qkit-dead-reason", b"content-type", b"content-encoding"]
-    ),
-)  # fmt: skip
 records = st.tuples(
     st.none() | st.binary(max_size=20),
-    st.none() | st.just(b"7") | st.binary(max_size=40),
-    st.lists(st.tuples(names, st.none() | st.binary(max_size=40)), max_size=5),
-)
+    st.none() | bodies,
+    st.lists(
+        st.tuples(
+            st.one_of(
+                st.binary(max_size=30),
+                st.sampled_from(
+                    [b"qkit-id", b"qkit-raw", b"qkit-attempt", b"qkit-expires-at", b"qkit-group",
+                     b"qkit-original-topic", b"qkit-original-partition", b"qkit-original-offset",
+                     b"qkit-not-before", b"qkit-dead-reason", b"qkit-dead-headers", b"traceparent",
+                     b"content-type", b"content-encoding"]
+                ),
+            ),
+            st.none() | facts,
+        ),
+        max_size=5,
+    ),
+)  # fmt: skip
 
 
-async def test_any_foreign_record_is_handled_or_dead_lettered(kafka_url: str, name: str) -> None:
-    batches: list[tuple[str | None, list[Foreign]]] = []
-
-    @settings(
-        max_examples=40,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list[HealthCheck](HealthCheck),
-    )
-    @given(st.sampled_from([None, *CODECS]), st.lists(records, min_size=1, max_size=4))
-    def make(compression: str | None, messages: list[Foreign]) -> None:
-        batches.append((compression, messages))
-
-    make()
+@pytest.mark.parametrize(("seed", "count"), CASES)
+async def test_any_foreign_record_is_handled_or_dead_lettered(
+    kafka_url: str, name: str, seed: int, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = examples(st.tuples(st.sampled_from([None, *CODECS]), records), seed, count)
     quick = {"max_attempts": 2, "initial_delay": 0.01, "jitter": 0.0}
     worker = Worker(kafka_url, name, retry=quick)
     async with worker.service:
         for compression in (None, *CODECS):
+            chosen = [record for codec, record in messages if codec == compression]
             async with program(kafka_url, compression) as other:
-                for each, messages in batches:
-                    if each == compression:
-                        await other.send_together(name, messages)
+                for start in range(0, len(chosen), 5):
+                    await other.send_together(name, chosen[start : start + 5])
         await worker.assert_next_is_delivered()
-        sent = sum(len(messages) for _, messages in batches)
-        letters = await worker.letters(sent - len(worker.got))
-        assert len(letters) + len(worker.got) == sent
-        for letter in letters:
-            json.dumps(dict(letter.headers), ensure_ascii=False).encode()
-            (letter.message_id + (letter.key or "")).encode()
-        await worker.service.dead_letters(name).replay()
+        letters = await worker.letters(len(messages) - len(worker.got))
+        assert len(letters) + len(worker.got) == len(messages)
+        assert_encodable([*letters, *worker.got], [item.message_id for item in letters])
+        assert_healthy(worker.service, caplog)
+        assert await worker.service.dead_letters(name).replay() == len(letters)
         await worker.assert_next_is_delivered()
+        assert_healthy(worker.service, caplog)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import json
@@ -14,7 +13,6 @@ from typing import Any
 
 import aiormq
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pamqp.commands import Basic
 
@@ -22,6 +20,7 @@ from qkit import Message, QueueService, Settings, consume
 from qkit.backends.rabbitmq import connection
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.message import DeadLetter, Reason
+from tests.support.foreign import CASES, assert_encodable, assert_healthy, bodies, examples, facts
 from tests.support.rabbitmq import bare_channel, declare, spec, take
 from tests.support.waiting import eventually
 
@@ -382,7 +381,7 @@ values = st.recursive(
 foreign = st.fixed_dictionaries(
     {},
     optional={
-        **dict.fromkeys([*SHORT_STRINGS, "message_id"], shorts.map(short)),
+        **dict.fromkeys([*SHORT_STRINGS, "message_id"], (shorts | facts).map(short)),
         "headers": st.lists(
             st.tuples(
                 st.one_of(
@@ -393,54 +392,53 @@ foreign = st.fixed_dictionaries(
                          b"qkit-group", b"traceparent"]
                     ),
                 ),
-                values,
+                values | facts.map(long),
             ),
             max_size=8,
         ).map(lambda items: table(*items)),
         "delivery_mode": st.sampled_from([b"\x01", b"\x02"]),
         "priority": st.binary(min_size=1, max_size=1),
+        "expiration": st.sampled_from([b"0", b"1", b"50", b"100000"]).map(short),
         "timestamp": st.binary(min_size=8, max_size=8),
     },
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(("seed", "count"), CASES)
 async def test_any_foreign_message_is_handled_or_dead_lettered(
-    start: Callable[..., Any], raw: aiormq.Channel, name: str
+    start: Callable[..., Any],
+    raw: aiormq.Channel,
+    name: str,
+    seed: int,
+    count: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Send generated messages, followed by one that must be handled."""
-    messages: list[tuple[dict[str, bytes], bytes]] = []
-
-    @settings(
-        max_examples=60,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list[HealthCheck](HealthCheck),
-    )
-    @given(foreign, st.one_of(st.just(b"7"), st.binary(max_size=50)))
-    def make(properties: dict[str, bytes], body: bytes) -> None:
-        messages.append((properties, body))
-
-    make()
+    messages = examples(st.tuples(foreign, bodies), seed, count)
+    for properties, _ in messages:
+        if b"x-death" in properties.get("headers", b""):
+            # With both, RabbitMQ 3.10 nacks publishes (cause not confirmed): it may be unable
+            # to add its own entry to a malformed x-death when the message expires.
+            properties.pop("expiration", None)
     quick = {"max_attempts": 2, "initial_delay": 0.01, "jitter": 0.0}
     async with start(retry=quick) as worker:
+        service: QueueService = worker.service
         for properties, body in messages:
             await raw.basic_publish(body, routing_key=name, properties=RawProperties(**properties))
         await worker.assert_next_is_delivered()
 
         async def done() -> bool:
-            metrics = worker.service.metrics()
-            stats = await worker.service.stats(name)
-            return bool(stats.depth == 0 and metrics.in_flight == 0)
+            idle = (await service.stats(name)).depth == 0 and service.metrics().in_flight == 0
+            letters = (await service.stats(f"{name}.dlq")).depth
+            return idle and letters + len(worker.got) >= len(messages) - len(delayed)
 
-        await eventually(done)
-        await asyncio.sleep(0.2)
-        letters = await worker.service.dead_letters(name).list(1_000)
         delayed = [item for item in messages if b"qkit-not-before" in item[0].get("headers", b"")]
+        await eventually(done)
+        letters = await service.dead_letters(name).list(10_000)
         missing = len(messages) - len(worker.got) - len(letters)
         assert 0 <= missing <= len(delayed), "a message that is not delayed is unsettled"
-        for letter in letters:
-            json.dumps(dict(letter.headers), ensure_ascii=False).encode()
-            letter.message_id.encode()
-        await worker.service.dead_letters(name).replay()
+        assert_encodable([*letters, *worker.got], [item.message_id for item in letters])
+        assert_healthy(service, caplog)
+        assert await service.dead_letters(name).replay() == len(letters)
         await worker.assert_next_is_delivered()
+        assert_healthy(service, caplog)
