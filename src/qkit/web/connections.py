@@ -103,7 +103,7 @@ class Connection(H11Protocol):
         limit: ConnectionLimit,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.logger = _server_log
+        self.logger: logging.Logger = _server_log
         self._limit = limit
         self._phase: Any = None
         self._request_deadline: asyncio.TimerHandle | None = None
