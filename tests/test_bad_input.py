@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Annotated, Any
 
 import pytest
@@ -123,13 +124,22 @@ def unknown_type(order: Missing) -> None: ...  # type: ignore[name-defined]  # n
 def messages_alone(messages: list[Message]) -> None: ...
 
 
+def handler_of(function: Any, **options: Any) -> Any:
+    """Decorate a copy of a function, because a function can have only one decorator."""
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    copy.__annotations__ = function.__annotations__
+    return consume("q", **options)(copy)
+
+
 def registered_twice() -> None:
-    handler = consume("q")(one_of_a_batch)
+    handler = handler_of(one_of_a_batch)
     service(handler, handler)
 
 
 def registering(function: Any, **options: Any) -> Callable[[], None]:
-    return lambda: service().register(consume("q", **options)(function))
+    return lambda: service().register(handler_of(function, **options))
 
 
 def declared_twice() -> None:

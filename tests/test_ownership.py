@@ -213,7 +213,6 @@ async def test_an_engine_raises_at_once_in_a_forked_child(
             "stats": lambda: engine.stats("orders"),
             "create": lambda: engine.create("others"),
             "ack": delivery.ack,
-            "close": engine.aclose,
         }
         runs = {name: run_async(call) for name, call in calls.items()}
         assert in_child(lambda: refused(runs)) == "all refused"

@@ -29,6 +29,10 @@ async def in_task(body: int) -> None:
     sys.exit(3)
 
 
+async def in_ordered_task(body: int) -> None:
+    sys.exit(3)
+
+
 def in_thread(body: int) -> None:
     sys.exit(3)
 
@@ -41,7 +45,7 @@ HANDLERS: dict[str, Callable[[Callable[..., object]], object]] = {
     "task": lambda _: consume("orders")(in_task),
     "thread": lambda _: consume("orders")(in_thread),
     "batch": lambda _: consume("orders", batch_size=2, batch_wait=0.1)(in_batch),
-    "ordered": lambda _: consume("orders", ordered=True)(in_task),
+    "ordered": lambda _: consume("orders", ordered=True)(in_ordered_task),
 }
 
 

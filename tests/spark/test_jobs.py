@@ -94,7 +94,7 @@ def test_every_job_has_help(
     [
         (["--set", "type=missing"], "error: "),
         (["--set", "missing"], "expected name=value"),
-        (["--limit", "0"], "1 or more"),
+        (["--limit", "0"], "at least 1"),
         (["--rate", "0"], "above 0"),
     ],
 )

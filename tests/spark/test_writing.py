@@ -399,7 +399,7 @@ def test_ids_have_the_usual_form_and_differ_between_jobs_and_partitions() -> Non
         ({"channel": "orders", "retry.max_attempts": "none"}, "max_attempts"),
         ({"channel": "orders", "on_invalid": "drop"}, "fail or dead_letter"),
         ({"channel": "orders", "model": "Order"}, "package.module:Class"),
-        ({"channel": "orders", "max_rows": "0"}, "1 or more"),
+        ({"channel": "orders", "max_rows": "0"}, "at least 1"),
         ({"channel": "orders", "broadcast": "perhaps"}, "true or false"),
         ({"channel": "orders", "retention": "long"}, "number of seconds"),
         ({"channel": "no/name"}, "no/name"),

@@ -21,7 +21,6 @@ from qkit import Message, QueueError, QueueService, Settings, SyncQueueService, 
 from qkit.backends.native.backend import NativeBackend
 from qkit.native import Engine
 
-logging.getLogger("qkit").setLevel(logging.CRITICAL)  # the tests check that stderr is empty
 SETTINGS = Settings(type="native", shutdown={"timeout": 20})
 FOREVER_SECONDS = 3_600.0
 
@@ -133,6 +132,7 @@ def send_one_in_sync(service: SyncQueueService) -> None:
 
 
 def main(mode: str) -> None:
+    logging.getLogger("qkit").setLevel(logging.CRITICAL)  # the tests check that stderr is empty
     kind, _, name = mode.partition(":")
     handler = globals()[name]
     match kind:

@@ -374,7 +374,8 @@ class Session:
             self._dead_letter_tasks.add(writing)
             writing.add_done_callback(self._dead_letter_tasks.discard)
             return
-        await self._settle(job, outcome)
+        await self._settlement.settle(self._subscription, job, outcome, self._stopped)
+        self._finish(job)
 
     async def _exit(
         self, task: asyncio.Task[None], jobs: Sequence[Job], error: BaseException
