@@ -630,7 +630,7 @@ class DurabilityReporting(Protocol):
 
     @property
     def durable(self) -> bool | None:
-        """Whether confirmed messages survive a restart; ``None`` if the broker does not tell.
+        """Whether confirmed messages survive a restart; ``None`` if the broker does not report it.
 
         Example:
             >>> def may_lose_messages(backend: DurabilityReporting) -> bool:

@@ -438,6 +438,16 @@ async def test_a_queue_that_no_longer_exists_is_declared_again(harness: BatcherH
     assert harness.backend.count("publish") == 2
 
 
+async def test_a_queue_that_disappears_during_an_outage_is_declared_again(
+    harness: BatcherHarness,
+) -> None:
+    harness.route.declared = True
+    harness.backend.script("publish", down(), QueueNotFound("deleted"))
+    await harness.orders.send([envelope()], harness.route)
+    assert harness.route.declared
+    assert harness.backend.count("publish") == 3
+
+
 async def test_permanent_errors_are_raised_without_a_retry(harness: BatcherHarness) -> None:
     harness.backend.script("publish", QueueFull("full"))
     with pytest.raises(QueueFull) as caught:

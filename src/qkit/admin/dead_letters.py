@@ -169,24 +169,23 @@ class DeadLetters:
             ids=ids,
             group=group,
         )
-        existing = _by_id(await self._with_same_ids(letters))
-        groups = list(_by_id(letters).items())
+        complete = reason is None and error is None and group is None
+        if not complete or any(letter.group is not None for letter in letters):
+            # A message may have several dead letters: one for each group of a topic, or two if a
+            # process was killed between the dead letter and the ack.
+            same_ids = {letter.message_id for letter in letters}
+            existing = _by_id(await self.list(MAX_LISTED, ids=same_ids))
+        else:
+            existing = _by_id(letters)
+        # Letters that were removed meanwhile are not sent.
+        groups = [item for item in _by_id(letters).items() if item[0] in existing]
         for start in range(0, len(groups), REPLAY_BATCH_SIZE):
             batch = groups[start : start + REPLAY_BATCH_SIZE]
             await self._replay(
                 [letter for _, items in batch for letter in items],
                 [letter for id, _ in batch for letter in existing[id]],
             )
-        return len(letters)
-
-    async def _with_same_ids(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
-        """Return all dead letters with the ids of ``letters``, which the groups of a topic share.
-
-        A message of a queue has one dead letter.
-        """
-        if all(letter.group is None for letter in letters):
-            return letters
-        return await self.list(MAX_LISTED, ids={letter.message_id for letter in letters})
+        return sum(len(items) for _, items in groups)
 
     async def _replay(self, letters: Sequence[DeadLetter], existing: Sequence[DeadLetter]) -> None:
         try:

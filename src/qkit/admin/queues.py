@@ -10,7 +10,7 @@ from qkit._internal.channel_errors import ChannelErrors
 from qkit._internal.names import check_name
 from qkit.admin.dead_letters import DeadLetters
 from qkit.backend import Admin, PeekReporting, QueueStats, UnheardReporting
-from qkit.errors import PartialSend, QueueError, Unsupported
+from qkit.errors import PartialSend, QueueError, SendTimeout, Unsupported
 from qkit.message import GROUP, Envelope, Message, Sent
 from qkit.sending.producer import Producer
 from qkit.wiring import Wiring
@@ -100,8 +100,17 @@ class QueueAdmin:
         queue = self._settings.broker_name(self._settings.dead_letter_name(check_name(name)))
 
         async def keep(envelopes: Sequence[Envelope]) -> None:
-            async with asyncio.timeout(self._settings.send_timeout):
-                await self._backend.publish(queue, envelopes)
+            try:
+                async with asyncio.timeout(self._settings.send_timeout):
+                    await self._backend.publish(queue, envelopes)
+            except TimeoutError as error:
+                raise SendTimeout(
+                    "the broker did not confirm copies of dead letters in time; none was removed",
+                    backend=self._backend.name,
+                    operation="dead_letters",
+                    queue=name,
+                    cause=error,
+                ) from error
 
         return DeadLetters(
             admin, channel=name, queue=queue, send=replay, check=self._check, keep=keep

@@ -158,7 +158,10 @@ class DeliveryBuffer:
         """Hold back all deliveries that no worker has started, until ``probe`` or ``resume``."""
         if self._on_hold is None:
             self._on_hold = deque()
-        self._on_hold.extendleft(reversed(self.ready))
+        collected = [job for batch in self._partial_batches for job in batch]
+        for batch in self._partial_batches:
+            batch.clear()
+        self._on_hold.extendleft(reversed([*collected, *self.ready]))
         self.ready.clear()
         self._probing = False
         self._probe = None
@@ -188,10 +191,21 @@ class DeliveryBuffer:
             self._wake()
 
     def same_key(self, job: Job) -> list[Job]:
-        """Return the unsettled jobs in the lane of a job; only the job itself without lanes."""
+        """Return the unsettled jobs that were delivered to the lane of a job with it.
+
+        The messages of a key return together. If an id occurs again in the lane, the messages were
+        delivered again, and the earlier jobs are the ones that the job belongs to.
+        """
         key = job.delivery.envelope.key
         lane = self._lanes.get(key) if self._lanes is not None and key is not None else None
-        return [job, *(other for other in lane or () if other is not job)]
+        found: list[Job] = []
+        ids: set[str] = set()
+        for other in lane or ():
+            if other.delivery.envelope.id in ids:
+                break
+            ids.add(other.delivery.envelope.id)
+            found.append(other)
+        return found if job in found else [job]
 
     def close(self) -> None:
         """Wake all workers; each ends when no delivery is ready."""

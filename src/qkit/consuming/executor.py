@@ -131,19 +131,14 @@ class Executor:
             if early is not None:
                 return early
         jobs = (job,)
-        while True:
-            try:
-                await self._call(jobs)
-            except BaseException as error:
-                failure = await _failure_of(error, jobs)
-            else:
-                return DONE
-            outcome = self._outcome_of(failure, envelope)
+        while (error := await self._attempt(jobs)) is not None:
+            outcome = self._outcome_of(error, envelope)
             if job.stopped or not self._inline(outcome):
                 return outcome
             over = await self._wait_inline(job, {job: outcome}, gate)
             if over:
                 return over[job]
+        return DONE
 
     async def run_batch(self, jobs: Sequence[Job], gate: RetryGate) -> list[Outcome]:
         """Handle a batch in one call and return the outcome of each message.
@@ -198,11 +193,19 @@ class Executor:
         return expired
 
     async def _attempt(self, jobs: Sequence[Job]) -> Exception | None:
-        """Call the handler of a batch once and return the error that it raised, or ``None``."""
+        """Call the handler once and return the error that it raised, or ``None``.
+
+        The error is caught here and not by the callers, because its traceback refers to the frame
+        that caught it: a caller that keeps the error in a variable would form a reference cycle.
+        """
         try:
             await self._call(jobs)
+        except Exception as error:
+            return error
+        except asyncio.CancelledError as error:
+            return await _handler_cancellation(error, jobs)
         except BaseException as error:
-            return await _failure_of(error, jobs)
+            return _wrap_base_exception(error)
         return None
 
     def _call_body_only(self, jobs: Sequence[Job]) -> Awaitable[object]:
@@ -375,15 +378,6 @@ class Executor:
 
 async def _step(middleware: Middleware, call_next: CallNext, message: Message) -> object:
     return await middleware(message, call_next)
-
-
-async def _failure_of(error: BaseException, jobs: Sequence[Job]) -> Exception:
-    """Return the error of a failed attempt; re-raise what ends the worker or the program."""
-    if isinstance(error, Exception):
-        return error
-    if isinstance(error, asyncio.CancelledError):
-        return await _handler_cancellation(error, jobs)
-    return _wrap_base_exception(error)
 
 
 async def _handler_cancellation(error: asyncio.CancelledError, jobs: Sequence[Job]) -> QueueError:

@@ -374,6 +374,7 @@ class Session:
             self._dead_letter_tasks.add(writing)
             writing.add_done_callback(self._dead_letter_tasks.discard)
             return
+        # As in ``_settle``, but without another coroutine on the path of each message.
         await self._settlement.settle(self._subscription, job, outcome, self._stopped)
         self._finish(job)
 
@@ -386,31 +387,34 @@ class Session:
         for job in jobs:
             job.task = None  # from here on, a cancellation does not concern the handler
         self._state.stop()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._exit_timeout):
-                for job in jobs:
-                    if job.lost:
-                        self._drop_lost(job)
-                    else:
-                        failed = self._executor.outcome_of_exit(error, job.delivery.envelope)
-                        await self._settle(job, failed)
-        self._on_exit(error)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._exit_timeout):
+                    for job in jobs:
+                        if job.lost:
+                            self._drop_lost(job)
+                        else:
+                            failed = self._executor.outcome_of_exit(error, job.delivery.envelope)
+                            await self._settle(job, failed)
+        finally:
+            self._on_exit(error)
 
     async def give_up(self) -> list[asyncio.Task[None]]:
-        """Release the messages of handlers that ignore their cancellation.
+        """Release all messages, because a handler ignores its cancellation.
 
         Returns:
             The tasks of these handlers, which still run.
         """
-        stuck = [job for job in self.held if job.task is not None]
-        tasks = {job.task for job in stuck if job.task is not None}
-        for job in stuck:
+        held = list(self.held)
+        tasks = {job.task for job in held if job.task is not None}
+        for job in held:
             job.lost = job.stopped = True  # what the handler does from now on has no effect
         await asyncio.gather(
             *[
                 self._settlement.settle(self._subscription, job, ABANDON, self._stopped)
-                for job in stuck
-            ]
+                for job in held
+            ],
+            return_exceptions=True,
         )
         return list(tasks)
 
@@ -444,6 +448,8 @@ class Session:
 
         In an ordered channel all jobs of its key are lost: they return to the broker together.
         """
+        if job.lost:
+            return
         for each in self._buffer.same_key(job):
             task = each.task
             if task is not None and not any(one.lost and one.task is task for one in self.held):

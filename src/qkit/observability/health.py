@@ -52,7 +52,8 @@ class Health:
         status: ``healthy`` if the service is running and connected, its event loop responds, every
             consumer is consuming, on standby or paused, and none is ``failing``.
         connection_state: State of the connection to the broker.
-        durable: Whether confirmed messages survive a restart; ``None`` if the broker does not tell.
+        durable: Whether confirmed messages survive a restart; ``None`` if the broker does not
+            report it.
         breaker: State of the circuit breaker: ``closed``, ``open`` or ``half_open``.
         last_success_at: Time at which a message was last sent or settled, in seconds since the
             epoch; ``None`` before the first.

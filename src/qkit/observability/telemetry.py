@@ -372,5 +372,7 @@ def inject(headers: MutableMapping[str, str]) -> None:
 def extract(headers: Mapping[str, str]) -> Context:
     """Return the context in ``headers``, read by the global propagator."""
     from opentelemetry import propagate
+    from opentelemetry.context import Context
 
-    return propagate.extract(headers)
+    # With OTEL_PROPAGATORS=none, the composite propagator returns None instead of a context.
+    return propagate.extract(headers) or Context()

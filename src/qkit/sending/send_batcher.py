@@ -230,17 +230,13 @@ class SendBatcher:
         failures: list[QueueError] = []
 
         async def attempt() -> list[Sent]:
-            if route is not None and not route.declared:
-                await self._guarded.call(deadline, self._declare, route)
-            group = self._only_group or self._common_group(envelopes)
-            if group is None:
-                return await self._send_to_groups(envelopes, self._timer.deadline_from_now())
-            if group.coalescer.busy:
-                return await group.join(envelopes, self._timer.deadline_from_now())
-            call = self._guarded.call(deadline, group.publish, envelopes)
-            sent = await group.coalescer.run_now(call)
-            self._guarded.connection.record_message()
-            return sent
+            try:
+                return await self._attempt(deadline, envelopes, route)
+            except QueueNotFound:
+                if route is None or not route.declared:
+                    raise
+                route.declared = False
+                return await self._attempt(deadline, envelopes, route)  # declares it first
 
         def record(error: QueueError) -> None:
             self._record_failure(error, envelopes, failures)
@@ -261,6 +257,22 @@ class SendBatcher:
             if not deadline.expired:
                 raise
             raise self._guarded.timeout_error(failures) from (failures[-1] if failures else None)
+
+    async def _attempt(
+        self, deadline: Deadline, envelopes: Sequence[Envelope], route: Route | None
+    ) -> list[Sent]:
+        """Declare the queue if needed, then send once; the caller has entered the deadline."""
+        if route is not None and not route.declared:
+            await self._guarded.call(deadline, self._declare, route)
+        group = self._only_group or self._common_group(envelopes)
+        if group is None:
+            return await self._send_to_groups(envelopes, self._timer.deadline_from_now())
+        if group.coalescer.busy:
+            return await group.join(envelopes, self._timer.deadline_from_now())
+        call = self._guarded.call(deadline, group.publish, envelopes)
+        sent = await group.coalescer.run_now(call)
+        self._guarded.connection.record_message()
+        return sent
 
     def _record_failure(
         self, error: QueueError, envelopes: Sequence[Envelope], failures: list[QueueError]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from dataclasses import replace
 from typing import Literal
@@ -186,8 +185,12 @@ class ServiceRuntime:
             self._exiting = asyncio.create_task(self._raise_after_shutdown(error), name="qkit exit")
 
     async def _raise_after_shutdown(self, error: BaseException) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await self.shutdown()
+        except asyncio.CancelledError:
+            pass
+        except Exception:
+            logger.exception("the shutdown failed")
         raise error  # asyncio raises it in the event loop, which ends ``asyncio.run``
 
     async def _stop_consumers(self) -> None:

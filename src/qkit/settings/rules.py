@@ -286,4 +286,5 @@ def mask_url(url: str) -> str:
 
 
 # Hosts with ports, separated by commas, and a path.
-_HOSTS = re.compile(r"((\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9._-]*)(:[0-9]+)?,?)*(/[^?#@]*)?")
+_HOST = r"(\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9._-]*)(:[0-9]+)?"
+_HOSTS = re.compile(rf"{_HOST}(,{_HOST})*(/[^?#@]*)?")

@@ -19,7 +19,12 @@ try:
     from qkit.web.probes import readiness
     from qkit.web.server import serve
 except ModuleNotFoundError as _error:
-    if (_error.name or "").partition(".")[0] not in {"prometheus_client", "starlette", "uvicorn"}:
+    if (_error.name or "").partition(".")[0] not in {
+        "h11",
+        "prometheus_client",
+        "starlette",
+        "uvicorn",
+    }:
         raise
     raise ConfigError(
         f"qkit.web needs {_error.name}: install the extra 'web', see docs/install.md", cause=_error

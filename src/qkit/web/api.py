@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -20,7 +21,7 @@ from qkit.admin.dead_letters import MAX_LISTED, DeadLetters
 from qkit.admin.views import DeadLetterView, MessageView
 from qkit.backend import Support
 from qkit.errors import QueueError, QueueNotFound
-from qkit.message import Message, Reason
+from qkit.message import DeadLetter, Message, Reason
 from qkit.queue_lookup import require_queue
 from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=BaseModel)
+Item = TypeVar("Item", Message, DeadLetter)
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 1_000
@@ -232,25 +234,32 @@ class Api:
                 f"showing messages of {self._service.backend_name} affects the queue, because it "
                 "receives and returns them; it needs the token for changes",
             )
-        found, truncated = await self._peek(request.path_params["name"], _limit(request))
+        read = functools.partial(self._service.peek, request.path_params["name"])
+        found, truncated = await self._read_limited(read, _limit(request))
         views = [MessageView.of(message) for message in found]
         return json_response(MessageList(messages=views, truncated=truncated))
 
-    async def _peek(self, name: str, limit: int) -> tuple[list[Message], bool]:
-        """Return the next messages, and whether ``MAX_PEEK_BYTES`` left some of them out.
+    async def _read_limited(
+        self, read: Callable[[int], Awaitable[list[Item]]], limit: int
+    ) -> tuple[list[Item], bool]:
+        """Return at most ``limit`` messages, and whether ``MAX_PEEK_BYTES`` left some of them out.
 
-        Backends limit a peek by number only, so the number grows step by step, as the size of the
-        messages so far allows. A peek that affects the queue is not repeated.
+        Not every backend limits a read by size, so the number grows step by step, as the size of
+        the messages so far allows. A read that affects the queue is not repeated.
+
+        Args:
+            read: Reads at most the given number of messages, always from the first on.
+            limit: Largest number of messages.
         """
         count = limit if self._service.peek_affects_queue else min(limit, FIRST_PEEK)
         while True:
-            found = await self._service.peek(name, count)
-            size = sum(len(message.body) for message in found)
+            found = await read(count)
+            size = sum(len(item.body) for item in found)
             if len(found) < count or count == limit or size >= MAX_PEEK_BYTES:
                 break
-            largest = max(1, *(len(message.body) for message in found))
+            largest = max(1, *(len(item.body) for item in found))
             count = min(limit, 2 * count, count + max(1, (MAX_PEEK_BYTES - size) // largest))
-        sizes = accumulate(len(message.body) for message in found)
+        sizes = accumulate(len(item.body) for item in found)
         fitting = max(1, sum(total <= MAX_PEEK_BYTES for total in sizes))
         return found[:fitting], fitting < len(found) or len(found) == count < limit
 
@@ -308,10 +317,13 @@ class Api:
         # Backends read from the oldest on, so that the newest are known only after reading all.
         native = self._service.capabilities.peek is Support.NATIVE
         scanned = limit if order == "oldest" else MAX_SORTED if native else MAX_SORTED_EMULATED
-        found = await dead_letters.list(
-            max(limit, scanned), reason=_reason(request), error=request.query_params.get("error")
-        )
-        if order == "newest" and len(found) < scanned:
+        reason, error = _reason(request), request.query_params.get("error")
+
+        async def read(count: int) -> list[DeadLetter]:
+            return await dead_letters.list(count, reason=reason, error=error)
+
+        found, truncated = await self._read_limited(read, max(limit, scanned))
+        if order == "newest" and len(found) < scanned and not truncated:
             found.sort(key=lambda letter: letter.last_failed_at, reverse=True)
         else:
             order = "oldest"

@@ -137,7 +137,7 @@ class Connection(H11Protocol):
         """Start the deadline for a client that does not read."""
         super().pause_writing()
         if self._write_deadline is None:
-            self._write_deadline = self.loop.call_later(WRITE_STALL_SECONDS, self.abort)
+            self._watch_writing()
 
     def resume_writing(self) -> None:
         """End the deadline, because the client has read."""
@@ -145,6 +145,20 @@ class Connection(H11Protocol):
         if self._write_deadline is not None:
             self._write_deadline.cancel()
             self._write_deadline = None
+
+    def _watch_writing(self, before: int | None = None) -> None:
+        """Abort if the client has read nothing since the last check, then check again later.
+
+        Args:
+            before: Number of unsent bytes at the last check. Default: this is the first check.
+        """
+        unsent = self.transport.get_write_buffer_size()
+        if before is not None and unsent >= before:
+            self.abort()
+            return
+        self._write_deadline = self.loop.call_later(
+            WRITE_STALL_SECONDS, self._watch_writing, unsent
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadlines."""
@@ -168,9 +182,16 @@ class Connection(H11Protocol):
             self._request_deadline.cancel()
             self._request_deadline = None
         if phase is h11.IDLE:
-            self._request_deadline = self.loop.call_later(REQUEST_HEAD_SECONDS, self.abort)
+            self._request_deadline = self.loop.call_later(REQUEST_HEAD_SECONDS, self._end_idle)
         elif phase is h11.SEND_BODY:
             self._request_deadline = self.loop.call_later(REQUEST_BODY_SECONDS, self.abort)
+
+    def _end_idle(self) -> None:
+        """Close an idle connection, but only after the client has read the last response."""
+        if self.transport.get_write_buffer_size():
+            self._request_deadline = self.loop.call_later(REQUEST_HEAD_SECONDS, self._end_idle)
+        else:
+            self.abort()
 
     def _cancel_deadlines(self) -> None:
         for deadline in (self._request_deadline, self._write_deadline):

@@ -70,5 +70,7 @@ def _reason(service: QueueService, state: Health) -> str:
     failing = [item for item in state.consumers if item.failing]
     if failing:
         return f"{len(failing)} of {len(state.consumers)} consumers cannot settle or read messages"
-    idle = [item for item in state.consumers if item.state not in ("consuming", "paused")]
+    idle = [
+        item for item in state.consumers if item.state not in ("consuming", "standby", "paused")
+    ]
     return f"{len(idle) or 'some'} of {len(state.consumers)} consumers are not consuming"

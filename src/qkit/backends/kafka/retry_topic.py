@@ -210,7 +210,10 @@ class RetryTopicConsumer:
         tracker.read(found.offset, message)
         written_at = found.timestamp / 1000
         due = attributes.not_before
-        leaves = written_at if due is None else leaves_tier_at(found.partition, written_at, due)
+        if due is None:  # the clock of the sender may be ahead
+            leaves = min(written_at, self._clock.time())
+        else:
+            leaves = leaves_tier_at(found.partition, written_at, due)
         self._due.add(leaves, message)
 
     async def _process_due(self) -> None:

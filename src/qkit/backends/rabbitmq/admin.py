@@ -62,11 +62,12 @@ class RabbitMQAdmin:
                 operation="queues",
             )
         names = set(self._specs)
-        for name in await self._management.queues():
+        listed = set(await self._management.queues())
+        for name in listed:
             channel, colon, group = name.partition(":")
             if not _CHANNEL.fullmatch(channel) or channel.startswith(_OWN_NAMES):
                 continue
-            if colon:
+            if colon and channel not in listed:  # otherwise another program named its queue so
                 self._groups.setdefault(channel, set()).add(group)
             names.add(channel)
         return sorted(names)

@@ -58,12 +58,14 @@ class ManagementAPI:
                 "rejected the login: check management_url, and give the user the tag 'management'",
             )
         if status != 200:
-            raise self._error(ConfigError, f"replied with the status {status}: check it")
+            kind = BackendUnavailable if status >= 500 else ConfigError
+            raise self._error(kind, f"replied with the status {status}: check management_url")
         try:
             found = cast("list[dict[str, object]]", json.loads(body))
             return [str(queue["name"]) for queue in found if not queue.get("exclusive")]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise self._error(ConfigError, "did not reply with a list: check it") from error
+            text = "did not reply with a list: check management_url"
+            raise self._error(ConfigError, text) from error
 
     def _get(self) -> tuple[int, bytes]:
         connection = (

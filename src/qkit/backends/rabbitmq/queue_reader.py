@@ -75,7 +75,15 @@ class QueueReader:
         """
         found = _Found(limit)
         with translate_errors("peek", name):
-            if self._counts_reads(name) and not await self._has_ordered_consumer(name):
+            if await self._has_ordered_consumer(name):
+                raise Unsupported(
+                    f"the ordered consumer of {name!r} would receive later messages while earlier "
+                    "ones are read: pause it, then read the queue",
+                    backend=BACKEND,
+                    operation="peek",
+                    queue=name,
+                )
+            if self._counts_reads(name):
                 await run_to_completion(self._rotate(name, found))
             else:
                 async with self._channel(name) as channel:
@@ -125,23 +133,24 @@ class QueueReader:
                     operation="peek",
                     queue=name,
                 )
+            copied: set[str | None] = set()
             while depth > 0:
                 batch: list[DeliveredMessage] = []
                 while len(batch) < min(depth, ROTATED_AT_ONCE) and _size(batch) < BYTES_AT_ONCE:
                     message = await get(channel, name)
-                    if message is None:
+                    if message is None or message.header.properties.message_id in copied:
                         depth = 0  # consumers have taken the rest
                         break
                     batch.append(message)
                     if found.wants_more:
                         found.add(message)
-                await self._replace(channel, name, batch)
+                copied |= await self._replace(channel, name, batch)
                 depth -= len(batch)
 
     async def _replace(
         self, channel: Channel, name: str, messages: Sequence[DeliveredMessage]
-    ) -> None:
-        """Replace messages with copies that have the same number of attempts."""
+    ) -> set[str | None]:
+        """Replace messages with copies that have the same number of attempts; return their ids."""
         copies: list[OutgoingMessage] = []
         for message in messages:
             properties = message.header.properties
@@ -156,6 +165,7 @@ class QueueReader:
         for message, error in zip(messages, errors, strict=True):
             if error is None:
                 await channel.basic_ack(message.delivery_tag or 0, wait=False)
+        return {copy.properties.message_id for copy in copies}
 
     async def remove(self, name: str, wanted: Counter[str]) -> int:
         """Delete one message for each id and remove it from ``wanted``; return how many.

@@ -219,7 +219,7 @@ class RedisListBackend:
 
     @property
     def durable(self) -> bool | None:
-        """Whether the server writes each message to disk; ``None`` if it does not tell.
+        """Whether the server writes each message to disk; ``None`` if it does not report it.
 
         ``None`` also means that it writes only snapshots, from time to time.
         """
@@ -284,7 +284,7 @@ class RedisListBackend:
 async def _reported_durability(connection: PipelinedConnection) -> bool | None:
     """Return whether the server has an append-only file; ``None`` if that is unknown.
 
-    Without one the server may write snapshots, which ``INFO`` does not tell. The user may lack the
+    Without one the server may write snapshots, which ``INFO`` does not show. The user may lack the
     permission for either command.
     """
     info, save = await connection.call_all([("INFO", "persistence"), ("CONFIG", "GET", "save")])

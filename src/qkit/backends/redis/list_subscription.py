@@ -245,6 +245,7 @@ class ListSubscription:
     def _return_claimed(self, claimed: list[Delivery]) -> None:
         """Release deliveries that no ``receive`` took, without counting an attempt."""
         if claimed:
+            self._drained = False  # the next claim follows the release on the same connection
             self._settled([str(delivery.receipt) for delivery in claimed])
             self._spawn(self._put_back(self._returned(claimed)), "qkit redis return")
 

@@ -57,7 +57,8 @@ export async function change(method, path, body) {
     const token = sessionStorage.getItem(TOKEN_KEYS.all) ?? (await askForToken("all", reason));
     if (token === null) return null;
     const response = await requestWith(token, method, path, body);
-    if (response.status !== 401 && response.status !== 403) return parse(response);
+    const denied = response.status === 403 && (await response.clone().json().catch(() => null))?.error?.type === "ReadTokenOnly";
+    if (response.status !== 401 && !denied) return parse(response);
     forgetToken();
     reason = "The token is no longer valid.";
   }
@@ -66,7 +67,7 @@ export async function change(method, path, body) {
 /** Open a document of the service, such as /health, in a new tab. A link could not send the token. */
 export async function openDocument(path) {
   const response = await authorized(path);
-  if (!response.ok) return parse(response);
+  if (!response.ok && response.status !== 503) return parse(response); // /health reports with 503
   window.open(URL.createObjectURL(await response.blob()), "_blank");
 }
 

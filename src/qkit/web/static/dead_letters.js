@@ -4,7 +4,7 @@ import { change, confirm, get, queuePath } from "./api.js";
 import { ago, button, count, h, plural, timestamp, toast } from "./elements.js";
 import { bodyElement, headerElement } from "./queue.js";
 
-const REASONS = ["MaxRetriesExceeded", "ExplicitNack", "TTLExpired", "Undecodable"];
+const REASONS = ["MaxRetriesExceeded", "ExplicitNack", "TTLExpired", "Undecodable", "Rejected"];
 const LIMIT = 100;
 
 export function deadLetterList(name) {

@@ -127,7 +127,7 @@ function healthFacts({ health, backend, sampled_at: at }) {
   const fact = (name, ...value) => h("div", { class: "fact" }, h("h3", {}, name), h("div", {}, ...value));
   const connected = health.connection_state === "connected";
   const sends = health.breaker !== "closed" ? "sends fail immediately until a trial call succeeds" : connected ? "sends are accepted" : "not connected: sends fail";
-  const storage = health.durable ? ["durable", ""] : health.durable === null ? ["unknown", ": it does not tell whether messages survive a restart"] : ["in memory", ": messages are lost on restart"];
+  const storage = health.durable ? ["durable", ""] : health.durable === null ? ["unknown", ": it does not report whether messages survive a restart"] : ["in memory", ": messages are lost on restart"];
   const lastError = health.connection_state !== "connected" && health.last_error;
   return [
     fact("Connection", pill(health.connection_state, SEVERITY[health.connection_state]), h("small", {}, lastError ? health.last_error : `last success ${ago(health.last_success_at, at)}`)),
