@@ -24,7 +24,7 @@ from qkit import (
 from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.backends.native.backend import NativeBackend
 from qkit.conformance import FaultInjectingBackend
-from qkit.message import Envelope, Sent
+from qkit.message import DeadLetter, Envelope, LeaseExpired, Sent
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import FaultyBackend
 
@@ -261,6 +261,29 @@ async def test_a_crash_between_send_and_removal_duplicates_the_message(
         await virtual_clock.advance(1)
         assert [message.id for message in failing_handler.seen] == [ids[0]]
         assert len(await service.dead_letters("orders").list()) == 6
+
+
+async def test_a_filtered_replay_removes_the_letter_that_it_sent(
+    virtual_clock: VirtualClock,
+) -> None:
+    """A process that was killed after its dead letter may leave a second one with the same id."""
+    service = make(virtual_clock)
+    async with service:
+        await service.send("orders", 1)
+        (message,) = await service.peek("orders")
+        for error in (ValueError("first"), LeaseExpired("second")):
+            letter = DeadLetter.of(
+                Envelope(message.id, message.body),
+                channel="orders",
+                group=None,
+                reason=Reason.MAX_RETRIES_EXCEEDED,
+                error=error,
+                at=virtual_clock.time(),
+            )
+            await backend_of(service).publish("orders_dlq", [letter.to_envelope()])
+        letters = service.dead_letters("orders")
+        assert await letters.replay(error="LeaseExpired") == 1
+        assert [letter.error_type for letter in await letters.list()] == ["ValueError"]
 
 
 async def test_a_message_that_a_full_queue_rejects_stays_a_dead_letter(

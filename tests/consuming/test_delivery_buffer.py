@@ -227,3 +227,13 @@ async def test_a_partial_batch_can_be_withdrawn_and_starts_again(clock):
     assert sorted(name for task in done for name in names(task.result())) == ["-3", "-4"]
     buffer.close()
     await asyncio.wait({gathering, other})
+
+
+async def test_a_message_that_is_delivered_again_is_not_lost_with_its_first_delivery():
+    buffer = make(lanes=True)
+    buffer.add(deliveries("a1", "a2", "b1"))
+    first = (await take_all(buffer))[0]
+    buffer.add(deliveries("a1", "a2", "a3"))  # the leases expired, so the messages came again
+    assert names(buffer.same_key(first)) == ["a1", "a2"]
+    again = next(job for job in buffer.held if job is not first and names([job]) == ["a1"])
+    assert buffer.same_key(again) == [again]

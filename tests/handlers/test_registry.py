@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Awaitable, Callable
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -647,6 +647,11 @@ class OrderRow(TypedDict):
     id: int
 
 
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
 class Lenient(BaseModel):
     id: int
 
@@ -703,6 +708,8 @@ def test_a_handler_that_can_decode_no_message_of_its_channel_is_rejected(sent, t
         (int, float),
         (int, datetime),
         (list[int], tuple[int, ...]),
+        (dict[str, int], Point),
+        (int, complex),
         (list[Order], list[dict]),
         (int, Any),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from opentelemetry import baggage, context, metrics, propagate, trace
+from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -21,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import qkit
 from qkit import Message, QueueFull, QueueService, Reject, RetrySettings, Settings, consume
 from qkit.observability.durations import BOUNDS_SECONDS
-from qkit.observability.telemetry import SCHEMA_URL
+from qkit.observability.telemetry import SCHEMA_URL, extract
 from tests.support.everywhere import BACKENDS, NAMES
 from tests.support.web import eventually, wait_for_dead_letters
 
@@ -339,3 +340,13 @@ async def test_durations_are_in_buckets_of_seconds(
         await service.send(channel, 1)
         (duration,) = points(reader)["messaging.client.operation.duration"]
     assert tuple(duration.explicit_bounds) == BOUNDS_SECONDS
+
+
+def test_without_a_propagator_a_message_has_an_empty_context(
+    request: pytest.FixtureRequest,
+) -> None:
+    """``OTEL_PROPAGATORS=none`` selects a composite propagator without members."""
+    previous = propagate.get_global_textmap()
+    propagate.set_global_textmap(CompositePropagator([]))
+    request.addfinalizer(lambda: propagate.set_global_textmap(previous))
+    assert extract({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}) == {}

@@ -23,7 +23,8 @@ _ACCEPTED = {
 # Parts of a pydantic schema that may convert any input.
 _CONVERTERS = (
     "'function-before'", "'function-wrap'", "'function-plain'", "coerce_numbers_to_str",
-    "validation_alias", "validate_by_name", "populate_by_name", "'call'", "'complex'",
+    "validation_alias", "validate_by_name", "populate_by_name", "'call'", "'named-tuple'",
+    "'complex'",
 )  # fmt: skip
 _MAX_DEPTH = 8
 
