@@ -560,3 +560,21 @@ async def test_a_service_that_was_started_cannot_be_hosted() -> None:
     await asyncio.to_thread(service.shutdown)
     with pytest.raises(LifecycleError, match="already started"), service.hosted():
         pytest.fail("the service was hosted")
+
+
+def test_run_raises_the_exit_of_a_handler_after_the_shutdown() -> None:
+    @consume("orders")
+    def handle(body: int) -> None:
+        sys.exit(7)
+
+    service = SyncQueueService(Settings(type="native"))
+    service.register(handle)
+    service.start()
+    service.send("orders", 1)
+    with pytest.raises(SystemExit) as caught:
+        service.run()
+    assert caught.value.code == 7
+    assert service.connection_state == "closed"
+    service.shutdown()  # idempotent
+    with pytest.raises(LifecycleError):
+        service.send("orders", 2)

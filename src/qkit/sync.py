@@ -249,7 +249,7 @@ class SyncQueueService(BlockingSends):
                     operation="start",
                 )
             if self._caller is None:
-                self._caller = LoopThread("qkit-loop")
+                self._caller = LoopThread("qkit-loop", on_exit=self._stopped.set)
             try:
                 self._call(self._service.start)
             except BaseException:  # another start may follow, in a new loop
@@ -264,6 +264,7 @@ class SyncQueueService(BlockingSends):
 
         Raises:
             QueueError: The start failed; see ``start``.
+            SystemExit: A handler raised it. The service has shut down.
 
         Example:
             >>> from qkit import Settings, SyncQueueService, consume
@@ -297,7 +298,10 @@ class SyncQueueService(BlockingSends):
             try:
                 self._stopped.wait()
             finally:
+                exit_error = self._exit()
                 self.shutdown()
+        if exit_error is not None:
+            raise exit_error
 
     def stop(self) -> None:
         """Tell ``run`` to shut down and return; do not wait for it.
@@ -344,13 +348,18 @@ class SyncQueueService(BlockingSends):
             self._closed = True
             if self._caller is not None:
                 try:
-                    self._call(lambda: self._service.shutdown(timeout))
+                    if self._exit() is None:  # otherwise the service has already shut down
+                        self._call(lambda: self._service.shutdown(timeout))
                 finally:
                     self._close_loop()
 
     def _check_process(self) -> None:
         if self._caller is not None:
             self._caller.check_process()
+
+    def _exit(self) -> BaseException | None:
+        """Return the ``SystemExit`` or ``KeyboardInterrupt`` of a handler that ended the loop."""
+        return self._caller.exit if isinstance(self._caller, LoopThread) else None
 
     def _close_loop(self) -> None:
         if isinstance(caller := self._caller, LoopThread):  # a hosted loop is left open

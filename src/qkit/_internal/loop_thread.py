@@ -28,10 +28,17 @@ class LoopThread(LoopCaller):
 
     Args:
         name: Name of the thread.
+        on_exit: Called in the loop's thread after ``SystemExit`` or ``KeyboardInterrupt`` has ended
+            the loop. Default: none.
+
+    Attributes:
+        exit: The ``SystemExit`` or ``KeyboardInterrupt`` that has ended the loop, or ``None``.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_exit: Callable[[], object] | None = None) -> None:
         super().__init__(asyncio.new_event_loop())
+        self.exit: BaseException | None = None
+        self._on_exit = on_exit
         self._entry = threading.Lock()  # keeps calls out of a loop that is about to stop
         self._closed = False
         self._stopped = False
@@ -53,7 +60,7 @@ class LoopThread(LoopCaller):
         """
         self.check_process()  # before the lock, which another thread may have held during the fork
         with self._entry:
-            if self._closed:
+            if self._closed or self._ended.is_set():
                 raise LifecycleError("the service was shut down before this call started")
             return super().submit(work)
 
@@ -91,8 +98,12 @@ class LoopThread(LoopCaller):
     def _run(self) -> None:
         try:
             _run_until_stopped(self.loop)
+        except (KeyboardInterrupt, SystemExit) as error:  # of a handler
+            self.exit = error
         finally:
             self._ended.set()
+        if self.exit is not None and self._on_exit is not None:
+            self._on_exit()
 
     def __enter__(self) -> Self:
         """Return this ``LoopThread``."""

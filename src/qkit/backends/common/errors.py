@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from qkit.backend import Delivery
-from qkit.errors import AckDeadlineExceeded, QueueFull, SubscriptionLost
+from qkit.errors import AckDeadlineExceeded, LifecycleError, QueueFull, SubscriptionLost
 
-__all__ = ["lease_lost", "queue_full", "subscription_broke"]
+__all__ = ["lease_lost", "other_loop", "queue_full", "subscription_broke"]
 
 
 def lease_lost(backend: str, operation: str, delivery: Delivery) -> AckDeadlineExceeded:
@@ -17,6 +17,16 @@ def lease_lost(backend: str, operation: str, delivery: Delivery) -> AckDeadlineE
         operation=operation,
         queue=delivery.queue,
         message_id=delivery.envelope.id,
+    )
+
+
+def other_loop(backend: str, operation: str | None = None) -> LifecycleError:
+    """Return the error for using a backend in another event loop or in a forked child process."""
+    return LifecycleError(
+        "the backend was started in another event loop or in the parent process; nothing was sent: "
+        "start a backend or service in each event loop and in each process",
+        backend=backend,
+        operation=operation,
     )
 
 

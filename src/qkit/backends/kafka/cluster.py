@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar, TypeVarTuple
 
+from qkit.backends.common.errors import other_loop
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.connection import ConnectionParameters
 from qkit.backends.kafka.driver import Admin, NewTopic, Partition, RecordsToDelete, errors
 from qkit.backends.kafka.errors import BACKEND, translate_errors
 from qkit.backends.kafka.offsets import CommittedOffset
-from qkit.errors import BackendUnavailable, ConfigError, LifecycleError, QueueNotFound
+from qkit.errors import BackendUnavailable, ConfigError, QueueNotFound
 
 __all__ = ["Cluster", "not_found"]
 
@@ -105,12 +106,7 @@ class Cluster:
     def check_loop(self, operation: str) -> None:
         """Raise ``LifecycleError`` in another event loop, whose tasks cannot use the connection."""
         if self.loop is not None and asyncio.get_running_loop() is not self.loop:
-            raise LifecycleError(
-                "the backend was started in another event loop: use it there, or start another "
-                "backend in this event loop",
-                backend=BACKEND,
-                operation=operation,
-            )
+            raise other_loop(BACKEND, operation)
 
     @asynccontextmanager
     async def _request(

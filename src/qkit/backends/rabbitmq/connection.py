@@ -19,6 +19,7 @@ from aiormq import Channel
 from yarl import URL
 
 from qkit._internal.tasks import retrieve_exception
+from qkit.backends.common.errors import other_loop
 from qkit.backends.common.reopened import Reopened
 from qkit.backends.common.tls import client_context
 from qkit.backends.rabbitmq.codec import DEFAULT_FRAME_BYTES
@@ -31,7 +32,6 @@ from qkit.backends.rabbitmq.driver import (
 )
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
 from qkit.backends.rabbitmq.lenient_decoding import enable_lenient_decoding
-from qkit.errors import LifecycleError
 
 __all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
@@ -143,11 +143,7 @@ class ReconnectingConnection:
     def check_loop(self) -> None:
         """Raise ``LifecycleError`` in another event loop, whose tasks cannot use the connection."""
         if self.loop is not None and asyncio.get_running_loop() is not self.loop:
-            raise LifecycleError(
-                "the backend was started in another event loop: use it there, or start another "
-                "backend in this event loop",
-                backend=BACKEND,
-            )
+            raise other_loop(BACKEND)
 
     async def _open_connection(self) -> aiormq.Connection:
         self._abort()

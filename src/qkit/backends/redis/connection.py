@@ -12,8 +12,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from qkit._internal.loop_calls import running_loop
+from qkit.backends.common.errors import other_loop
 from qkit.backends.common.reopened import Reopened
-from qkit.backends.redis.driver import CommandArgument, PipelinedConnection, Reply, other_loop
+from qkit.backends.redis.driver import CommandArgument, PipelinedConnection, Reply
 from qkit.backends.redis.errors import BACKEND, translate_errors
 from qkit.backends.redis.scripts.script import Script
 from qkit.settings.model import Settings
@@ -145,7 +146,7 @@ class ReconnectingConnection:
     def check_loop(self) -> None:
         """Raise ``LifecycleError`` in another event loop and in a forked child process."""
         if self._loop is not None and running_loop() is not self._loop:
-            raise other_loop()
+            raise other_loop(BACKEND)
 
     async def command(self, *arguments: CommandArgument) -> Reply:
         """Run a command and return its reply."""

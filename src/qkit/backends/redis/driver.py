@@ -21,9 +21,9 @@ from redis import exceptions
 from redis.asyncio.connection import AbstractConnection
 
 from qkit._internal.loop_calls import running_loop
-from qkit.errors import LifecycleError
+from qkit.backends.common.errors import other_loop
 
-__all__ = ["CommandArgument", "PipelinedConnection", "Reply", "other_loop"]
+__all__ = ["CommandArgument", "PipelinedConnection", "Reply"]
 
 Reply: TypeAlias = Any  # the type depends on the command
 CommandArgument: TypeAlias = bytes | str | int | float
@@ -99,7 +99,7 @@ class PipelinedConnection(asyncio.Protocol):
 
     def _send(self, data: bytes, count: int | None, longer: float) -> asyncio.Future[Reply]:
         if running_loop() is not self._loop:
-            raise other_loop()
+            raise other_loop("redis")
         future = self._loop.create_future()
         if self.lost is not None:
             future.set_exception(self.lost)
@@ -179,7 +179,7 @@ class PipelinedConnection(asyncio.Protocol):
     async def aclose(self) -> None:
         """Close the connection; idempotent."""
         if running_loop() is not self._loop:
-            raise other_loop()
+            raise other_loop("redis")
         self._lose(exceptions.ConnectionError("qkit closed the connection"))
         self._transport.close()
         with contextlib.suppress(TimeoutError):
@@ -187,15 +187,6 @@ class PipelinedConnection(asyncio.Protocol):
                 await asyncio.shield(self._closed)
                 return
         self._transport.abort()
-
-
-def other_loop() -> LifecycleError:
-    """Return the error for using a connection in another event loop or in a forked child."""
-    return LifecycleError(
-        "this connection belongs to another event loop or to the parent process; nothing was sent: "
-        "start a backend or service in each event loop and in each process",
-        backend="redis",
-    )
 
 
 Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]

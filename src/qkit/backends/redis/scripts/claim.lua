@@ -69,12 +69,4 @@ if #taken > 0 then
 end
 if not plain or #taken >= want then wake(q) end  -- otherwise no message is ready
 if #taken > 0 then return {0, out} end
-local nearest = -1
-for _, key in ipairs({q.due, q.lease}) do
-  local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
-  if #first > 0 then
-    local wait = math.max(1, tonumber(first[2]) - t)
-    if nearest < 0 or wait < nearest then nearest = wait end
-  end
-end
-return {nearest, out}
+return {until_next(q, t), out}

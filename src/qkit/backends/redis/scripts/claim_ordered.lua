@@ -171,12 +171,4 @@ if #tokens > 0 and till > t then
 end
 wake_ordered(q)
 if #tokens > 0 or moved >= CHUNK then return {0, out} end
-local nearest = -1
-for _, key in ipairs({q.due, q.lease}) do
-  local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
-  if #first > 0 then
-    local wait = math.max(1, tonumber(first[2]) - t)
-    if nearest < 0 or wait < nearest then nearest = wait end
-  end
-end
-return {nearest, out}
+return {until_next(q, t), out}

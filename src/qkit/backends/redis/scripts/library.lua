@@ -166,6 +166,19 @@ local function put_back(q, f, n)
   redis.call(n > 0 and 'LPUSH' or 'RPUSH', ready(q, level(q, p)), f)
 end
 
+-- Milliseconds until the next message is due or the next lease expires; -1 if there is none.
+local function until_next(q, t)
+  local nearest = -1
+  for _, key in ipairs({q.due, q.lease}) do
+    local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
+    if #first > 0 then
+      local wait = math.max(1, tonumber(first[2]) - t)
+      if nearest < 0 or wait < nearest then nearest = wait end
+    end
+  end
+  return nearest
+end
+
 -- Move due messages to the ready lists, in the order of their due times: messages that were delivered
 -- before to the front, others to the end.
 local function promote(q, t)
