@@ -11,7 +11,7 @@ from datetime import datetime
 
 import pytest
 
-from qkit._internal.logging import JsonFormatter, Lines, logger
+from qkit._internal.logging import JsonFormatter, Lines, escape_record, logger
 
 
 def line(record: logging.LogRecord) -> dict[str, object]:
@@ -152,5 +152,7 @@ def test_foreign_text_cannot_add_a_line_or_send_a_terminal_command(name: str) ->
 
 
 def test_line_breaks_of_a_stack_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.handler.addFilter(escape_record)  # as the handler of ``qkit run`` does
     logger.warning("blocked here:\n%s", Lines("one\ntwo\x1b"))
     assert caplog.messages == ["blocked here:\none\ntwo\\x1b"]
+    caplog.handler.removeFilter(escape_record)

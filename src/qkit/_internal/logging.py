@@ -47,8 +47,10 @@ class _Escaped:
 def _escape(value: object) -> object:
     if value is None or isinstance(value, (int, float)):
         return value
+    if isinstance(value, Lines):
+        return Lines(escape_control(value, lines=True))  # a handler may escape the record again
     if isinstance(value, str):
-        return escape_control(value, lines=isinstance(value, Lines))
+        return escape_control(value)
     return _Escaped(value)
 
 

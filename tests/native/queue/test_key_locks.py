@@ -188,13 +188,18 @@ async def test_a_reopened_engine_keeps_the_order_of_a_key(clock, kill) -> None:
 
 @pytest.mark.parametrize("keys", ["a", "ab"])
 def test_100_000_messages_of_held_keys_hardly_delay_another_key(keys: str) -> None:
-    """The limit is 100 ms; the best of three runs is measured, because the machine may be busy."""
+    """Setting the messages aside costs less than sending them did, and is done once.
 
-    def seconds() -> float:
+    The best of three runs is compared, because the machine may be busy.
+    """
+
+    def relative_cost() -> float:
         state = QueueState("q", max_depth=200_000)
+        began = time.perf_counter()
         for number in range(100_000):
             state.put(0.0, str(number), b"", key=keys[number % len(keys)])
         state.put(0.0, "other", b"", key="z")
+        sending = time.perf_counter() - began
         state.claim(0.0, len(keys), LEASE, "one", 1)
         started = time.perf_counter()
         claims = 1
@@ -206,6 +211,8 @@ def test_100_000_messages_of_held_keys_hardly_delay_another_key(keys: str) -> No
         started = time.perf_counter()
         assert state.claim(0.0, 10, LEASE, "two", 2) == []
         assert time.perf_counter() - started < took, "messages are set aside once"
-        return took
+        return took / sending
 
-    assert min(seconds() for _ in range(3)) < 0.1
+    costs = [relative_cost() for _ in range(3)]
+    print(costs)
+    assert min(costs) < 1.0
